@@ -1,0 +1,149 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvStorage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_STORAGE_UNSPECIFIED: _ClassVar[KvStorage]
+    KV_STORAGE_GPU: _ClassVar[KvStorage]
+    KV_STORAGE_CPU: _ClassVar[KvStorage]
+    KV_STORAGE_CPU_PINNED: _ClassVar[KvStorage]
+
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
+    DATA_TYPE_INT64: _ClassVar[DataType]
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_QUEUED: _ClassVar[Phase]
+    PHASE_ENCODE: _ClassVar[Phase]
+    PHASE_PREFILL: _ClassVar[Phase]
+    PHASE_DENOISE: _ClassVar[Phase]
+    PHASE_COMMIT: _ClassVar[Phase]
+    PHASE_DECODE: _ClassVar[Phase]
+    PHASE_FINISH: _ClassVar[Phase]
+KV_STORAGE_UNSPECIFIED: KvStorage
+KV_STORAGE_GPU: KvStorage
+KV_STORAGE_CPU: KvStorage
+KV_STORAGE_CPU_PINNED: KvStorage
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_BFLOAT16: DataType
+DATA_TYPE_INT64: DataType
+PHASE_UNSPECIFIED: Phase
+PHASE_QUEUED: Phase
+PHASE_ENCODE: Phase
+PHASE_PREFILL: Phase
+PHASE_DENOISE: Phase
+PHASE_COMMIT: Phase
+PHASE_DECODE: Phase
+PHASE_FINISH: Phase
+
+class TensorPart(_message.Message):
+    __slots__ = ("name", "data_type", "shape", "offset_bytes", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data_type: DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset_bytes: int
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ClipSpec(_message.Message):
+    __slots__ = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "kv_storage", "seed")
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    SINK_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    num_frames: int
+    width: int
+    height: int
+    steps: int
+    video_shift: float
+    audio_shift: float
+    sink: int
+    window: int
+    kv_storage: KvStorage
+    seed: int
+    def __init__(self, num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., kv_storage: _Optional[_Union[KvStorage, str]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class InitSegment(_message.Message):
+    __slots__ = ("data", "mime_type", "video_encoder", "audio_encoder")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MIME_TYPE_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    mime_type: str
+    video_encoder: str
+    audio_encoder: str
+    def __init__(self, data: _Optional[bytes] = ..., mime_type: _Optional[str] = ..., video_encoder: _Optional[str] = ..., audio_encoder: _Optional[str] = ...) -> None: ...
+
+class Fragment(_message.Message):
+    __slots__ = ("data", "fragment_index", "chunk_index", "start_ticks", "duration_ticks", "first_frame", "num_frames", "num_samples_total", "is_keyframe")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    START_TICKS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_TICKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FRAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    IS_KEYFRAME_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    fragment_index: int
+    chunk_index: int
+    start_ticks: int
+    duration_ticks: int
+    first_frame: int
+    num_frames: int
+    num_samples_total: int
+    is_keyframe: bool
+    def __init__(self, data: _Optional[bytes] = ..., fragment_index: _Optional[int] = ..., chunk_index: _Optional[int] = ..., start_ticks: _Optional[int] = ..., duration_ticks: _Optional[int] = ..., first_frame: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_samples_total: _Optional[int] = ..., is_keyframe: _Optional[bool] = ...) -> None: ...
+
+class Artifact(_message.Message):
+    __slots__ = ("name", "media_type", "size_bytes", "sha256", "relative_path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    media_type: str
+    size_bytes: int
+    sha256: str
+    relative_path: str
+    def __init__(self, name: _Optional[str] = ..., media_type: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., relative_path: _Optional[str] = ...) -> None: ...
+
+class AudioHealth(_message.Message):
+    __slots__ = ("std", "peak", "dc_offset", "num_clipped_samples", "normalisation_divisor")
+    STD_FIELD_NUMBER: _ClassVar[int]
+    PEAK_FIELD_NUMBER: _ClassVar[int]
+    DC_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLIPPED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NORMALISATION_DIVISOR_FIELD_NUMBER: _ClassVar[int]
+    std: float
+    peak: float
+    dc_offset: float
+    num_clipped_samples: int
+    normalisation_divisor: float
+    def __init__(self, std: _Optional[float] = ..., peak: _Optional[float] = ..., dc_offset: _Optional[float] = ..., num_clipped_samples: _Optional[int] = ..., normalisation_divisor: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,250 @@
+from h3stream.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids")
+    class WeightDigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class LibraryVersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LIBRARY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    device: str
+    weight_bytes: int
+    device_weight_bytes: int
+    weight_digests: _containers.ScalarMap[str, str]
+    library_versions: _containers.ScalarMap[str, str]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EnterPhaseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EnterPhaseResponse(_message.Message):
+    __slots__ = ("device_weight_bytes",)
+    DEVICE_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_weight_bytes: int
+    def __init__(self, device_weight_bytes: _Optional[int] = ...) -> None: ...
+
+class LeavePhaseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeavePhaseResponse(_message.Message):
+    __slots__ = ("device_weight_bytes", "device_free_bytes")
+    DEVICE_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_weight_bytes: int
+    device_free_bytes: int
+    def __init__(self, device_weight_bytes: _Optional[int] = ..., device_free_bytes: _Optional[int] = ...) -> None: ...
+
+class LookupEmbeddingRequest(_message.Message):
+    __slots__ = ("prompt",)
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    def __init__(self, prompt: _Optional[str] = ...) -> None: ...
+
+class LookupEmbeddingResponse(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: EmbeddingHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[EmbeddingHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("prompt",)
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    def __init__(self, prompt: _Optional[str] = ...) -> None: ...
+
+class EncodeResponse(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: EmbeddingHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[EmbeddingHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class EmbeddingHeader(_message.Message):
+    __slots__ = ("is_cached", "num_tokens")
+    IS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    is_cached: bool
+    num_tokens: int
+    def __init__(self, is_cached: _Optional[bool] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class DitServiceOpenSessionRequest(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: DitSessionHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[DitSessionHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class DitSessionHeader(_message.Message):
+    __slots__ = ("session_id", "clip")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    clip: _types_pb2.ClipSpec
+    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ...) -> None: ...
+
+class DitServiceOpenSessionResponse(_message.Message):
+    __slots__ = ("kv_storage", "kv_storage_fallback_reason")
+    KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
+    KV_STORAGE_FALLBACK_REASON_FIELD_NUMBER: _ClassVar[int]
+    kv_storage: _types_pb2.KvStorage
+    kv_storage_fallback_reason: str
+    def __init__(self, kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., kv_storage_fallback_reason: _Optional[str] = ...) -> None: ...
+
+class SampleChunkRequest(_message.Message):
+    __slots__ = ("session_id", "chunk_index")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    chunk_index: int
+    def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
+
+class SampleChunkResponse(_message.Message):
+    __slots__ = ("step", "tensor")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    step: StepDone
+    tensor: _types_pb2.TensorPart
+    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class StepDone(_message.Message):
+    __slots__ = ("step", "num_steps")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    num_steps: int
+    def __init__(self, step: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class CommitChunkRequest(_message.Message):
+    __slots__ = ("session_id", "chunk_index")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    chunk_index: int
+    def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
+
+class CommitChunkResponse(_message.Message):
+    __slots__ = ("num_committed", "retained_entries", "retained_rows")
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    num_committed: int
+    retained_entries: _containers.RepeatedScalarFieldContainer[int]
+    retained_rows: int
+    def __init__(self, num_committed: _Optional[int] = ..., retained_entries: _Optional[_Iterable[int]] = ..., retained_rows: _Optional[int] = ...) -> None: ...
+
+class DitServiceCloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class DitServiceCloseSessionResponse(_message.Message):
+    __slots__ = ("was_open", "num_noise_forwards", "num_clean_forwards", "peak_kv_bytes")
+    WAS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOISE_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLEAN_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    was_open: bool
+    num_noise_forwards: int
+    num_clean_forwards: int
+    peak_kv_bytes: int
+    def __init__(self, was_open: _Optional[bool] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., peak_kv_bytes: _Optional[int] = ...) -> None: ...
+
+class VaeServiceOpenSessionRequest(_message.Message):
+    __slots__ = ("session_id", "clip", "artifact_directory")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    clip: _types_pb2.ClipSpec
+    artifact_directory: str
+    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ...) -> None: ...
+
+class VaeServiceOpenSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeChunkRequest(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: DecodeChunkHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[DecodeChunkHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class DecodeChunkHeader(_message.Message):
+    __slots__ = ("session_id", "chunk_index")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    chunk_index: int
+    def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
+
+class DecodeChunkResponse(_message.Message):
+    __slots__ = ("init_segment", "fragment")
+    INIT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    init_segment: _types_pb2.InitSegment
+    fragment: _types_pb2.Fragment
+    def __init__(self, init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
+
+class FinishRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class FinishResponse(_message.Message):
+    __slots__ = ("artifacts", "audio_health")
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
+    audio_health: _types_pb2.AudioHealth
+    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ...) -> None: ...
+
+class VaeServiceCloseSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class VaeServiceCloseSessionResponse(_message.Message):
+    __slots__ = ("was_open",)
+    WAS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    was_open: bool
+    def __init__(self, was_open: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,48 @@
+"""The phases of a job and the moves between them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """What a job is doing. The value is the name on the wire, without its prefix."""
+
+    QUEUED = "queued"
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DENOISE = "denoise"
+    COMMIT = "commit"
+    DECODE = "decode"
+    FINISH = "finish"
+
+
+class Worker(Enum):
+    """Who may hold the device."""
+
+    TEXT_ENCODER = "text_encoder"
+    DIT = "dit"
+    VAE = "vae"
+
+
+HOLDER: dict[Phase, Worker | None] = {
+    Phase.QUEUED: None,
+    Phase.ENCODE: Worker.TEXT_ENCODER,
+    Phase.PREFILL: Worker.DIT,
+    Phase.DENOISE: Worker.DIT,
+    Phase.COMMIT: Worker.DIT,
+    Phase.DECODE: Worker.VAE,
+    Phase.FINISH: None,
+}
+"""Whose weights a phase needs on the device."""
+
+MOVES: dict[Phase, frozenset[Phase]] = {
+    Phase.QUEUED: frozenset({Phase.ENCODE, Phase.PREFILL}),  # a prompt seen before skips the encoder
+    Phase.ENCODE: frozenset({Phase.PREFILL}),
+    Phase.PREFILL: frozenset({Phase.DENOISE}),
+    Phase.DENOISE: frozenset({Phase.DECODE}),
+    Phase.DECODE: frozenset({Phase.COMMIT, Phase.FINISH}),  # delivery precedes the commit; the tail has none
+    Phase.COMMIT: frozenset({Phase.DENOISE}),
+    Phase.FINISH: frozenset(),
+}
+"""Allowed successors of each phase."""

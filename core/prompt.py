@@ -1,0 +1,44 @@
+"""Which prompts are accepted, decided without a tokenizer.
+
+Source: reference/h3-model.md §6.1-§6.2.
+"""
+
+from __future__ import annotations
+
+MAX_PROMPT_BYTES = 16_384
+"""Longest prompt. A byte-level tokenizer never makes more tokens than bytes, so this bounds the text rows too."""
+
+ALLOWED_SPECIAL_TOKENS = (
+    "<d>",
+    "</d>",
+    "<|cutoff|>",
+    "<|lyrics_start|>",
+    "<|lyrics_end|>",
+    "<|caption_start|>",
+    "<|caption_end|>",
+)
+"""Tokens of the H3 tokenizer that a prompt may contain."""
+
+REFUSED_SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Control tokens that stand for pictures or chat turns: in a prompt they would break the encoder or change its meaning."""
+
+
+def refused_token(prompt: str) -> str | None:
+    """The first control token in a prompt, or None."""
+    found = [(prompt.find(token), token) for token in REFUSED_SPECIAL_TOKENS if token in prompt]
+    return min(found)[1] if found else None

@@ -1,0 +1,1 @@
+"""The three workers, each a microservice of its own."""

@@ -1,0 +1,25 @@
+"""The Ray actor shell of a worker: start its gRPC server, report the address, answer pings, stop. Nothing else crosses Ray."""
+
+from __future__ import annotations
+
+from services.common.config import WorkerConfig
+from services.common.process import WorkerProcess
+
+
+class WorkerActor:
+    """Made a Ray actor by `orchestrator/lanes.py`; async, so it answers `ping` while a verb computes on its thread."""
+
+    def __init__(self, package: str, config: WorkerConfig) -> None:
+        self._process = WorkerProcess(package, config)
+
+    async def start(self, address: str) -> str:
+        """Serves on `address`; returns the address to dial."""
+        return await self._process.start(address)
+
+    async def ping(self) -> bool:
+        """Answers as long as the process and its event loop live."""
+        return True
+
+    async def stop(self) -> None:
+        """Ends running calls and frees the device."""
+        await self._process.stop()

@@ -1,0 +1,46 @@
+"""Reading a model directory: configurations as JSON, weights from safetensors only, digests for provenance."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from h3stream.errors import CheckpointError
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The component's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The component's safetensors files, sorted. Raises CheckpointError if there are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} holds no safetensors file")
+    return files
+
+
+def header_digest(path: Path) -> str:
+    """SHA-256 of a safetensors file's header and size: identifies a file of many gigabytes without reading it."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path} is not a safetensors file: it is {len(prefix)} bytes long")
+        (length,) = struct.unpack("<Q", prefix)
+        size = path.stat().st_size
+        if length > size - 8:
+            raise CheckpointError(f"{path} is cut off or not a safetensors file")
+        return hashlib.sha256(prefix + file.read(length) + struct.pack("<Q", size)).hexdigest()

@@ -1,0 +1,85 @@
+"""A worker as a process of its own: build it, serve it, stop it. Used by the Ray actor and by `python -m services.NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h3stream.errors import StartupError
+from h3stream.v1 import workers_pb2_grpc
+from services.common.config import WorkerConfig
+from services.common.rpc import RpcServer
+from services.common.worker import ServedWorker, WorkerServicer
+
+_WORKER_SERVICE = "h3stream.v1.WorkerService"
+
+
+class WorkerProcess:
+    """One worker and its gRPC server."""
+
+    def __init__(self, package: str, config: WorkerConfig) -> None:
+        """package: one of the packages below `services`; its `servicer.build(config)` makes the worker.
+
+        Raises StartupError if the worker cannot be built.
+        """
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        torch.set_grad_enabled(False)
+        self._served: ServedWorker = importlib.import_module(f"{package}.servicer").build(config)
+        self._server = RpcServer((_WORKER_SERVICE, self._served.service_name))
+
+    async def start(self, address: str) -> str:
+        """Serves on "HOST:PORT" or "unix:PATH"; returns the address to dial."""
+        workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self._served), self._server.server)
+        self._served.register(self._server.server)
+        return await self._server.start(address)
+
+    async def stop(self) -> None:
+        """Ends running calls, waits for the running verb and frees the device."""
+        await self._server.stop(grace_s=0)
+        await self._served.runner.run(lambda _: self._served.worker.weights.leave())
+        self._served.runner.close()
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait()
+
+
+def main(package: str, config_class: type[WorkerConfig]) -> None:
+    """`python -m services.NAME --model DIR --listen ADDRESS`: serves one worker without Ray, until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
+    parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
+    for spec in dataclasses.fields(config_class):
+        if spec.name == "model_directory":
+            parser.add_argument("--model", dest=spec.name, type=Path, required=True, help="model directory")
+        else:
+            kind: Any = {"int": int, "float": float, "Path | None": Path}.get(str(spec.type), str)
+            parser.add_argument(f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default)
+    arguments = vars(parser.parse_args())
+    listen = arguments.pop("listen")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(_serve(package, config_class(**arguments), listen))
+    except StartupError as error:
+        sys.exit(f"{package}: {error}")
+
+
+async def _serve(package: str, config: WorkerConfig, listen: str) -> None:
+    logging.getLogger(package).info("settings: %s", config)
+    process = WorkerProcess(package, config)
+    address = await process.start(listen)
+    print(f"listening on {address}", flush=True)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await stopping.wait()
+    await process.stop()

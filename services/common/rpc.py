@@ -1,0 +1,140 @@
+"""The gRPC server that every process of h3stream runs: limits, keepalive, health, reflection, one place for errors.
+
+Imports neither torch nor a model, so the orchestrator uses it too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc import aio  # type: ignore[attr-defined]
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from h3stream.errors import GenerationError, PhaseError, StartupError
+from h3stream.status import DETAILS_KEY, to_status
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Limit of a message in both directions; payloads are cut below it."""
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *CHANNEL_OPTIONS,
+    # Two servers on one port would each answer some of the calls.
+    ("grpc.so_reuseport", 0),
+    # Notice a frozen peer: keepalive alone waits for the ping timeout, whose default is 60 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # Clients may ping every 10 s on a silent stream without being sent away.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """The single place that aborts a call: our errors become their status, anything else INTERNAL with a log entry."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith("/h3stream."):
+            return handler  # type: ignore[no-any-return]
+        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+
+        async def unary(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                return await inner(request, context)
+            except Exception as error:
+                await _abort(context, method, error)
+
+        async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                async for response in inner(request, context):
+                    yield response
+            except Exception as error:
+                await _abort(context, method, error)
+
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(  # type: ignore[no-any-return]
+            stream if handler.response_streaming else unary,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+    if isinstance(error, aio.AbortError):
+        raise error
+    if not isinstance(error, GenerationError):
+        # The caller learns that it failed, the log learns why.
+        log.exception("%s failed", method)
+        error = PhaseError(
+            f"internal error in {method.rpartition('/')[2]} ({type(error).__name__}); see the server's log"
+        )
+    code, message, details = to_status(error)
+    await context.abort(code, message, ((DETAILS_KEY, details),))
+
+
+class RpcServer:
+    """A grpc.aio server with health and reflection, listening on one address."""
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        self.server = aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self.health = health.aio.HealthServicer()
+        self._service_names = service_names
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+
+    async def start(self, address: str) -> str:
+        """Listens on "HOST:PORT" (port 0: any free one) or "unix:PATH"; returns the address to dial.
+
+        Raises StartupError if the address cannot be bound.
+        """
+        try:
+            port = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {address}: {error}") from error
+        await self.server.start()
+        await self.set_serving(True)
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the answer of the health service, of the server ("") and of each of its services."""
+        serving_status = (
+            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", *self._service_names):
+            await self.health.set(name, serving_status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new call and ends the running ones after `grace_s` seconds."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self.server.wait_for_termination()
+
+
+def connect(address: str) -> aio.Channel:
+    """A channel with our message limits."""
+    return aio.insecure_channel(address, options=CHANNEL_OPTIONS)

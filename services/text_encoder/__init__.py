@@ -1,0 +1,1 @@
+"""The text encoder worker: prompt to hidden states."""

@@ -1,0 +1,1 @@
+"""The VAE worker: latents to frames, samples, fragments and artifacts."""

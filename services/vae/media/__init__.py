@@ -1,0 +1,1 @@
+"""Codecs and containers: frames and samples to packets, packets to fragments."""

@@ -1,0 +1,1 @@
+"""Makers and converters of model directories."""
