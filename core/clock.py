@@ -1,6 +1,7 @@
 """One integer time base for frames and samples, and when each may leave.
 
-96000 ticks a second is the least common multiple of 24 and 32000: a frame is 4000 ticks, a sample 3. No floats anywhere.
+96000 ticks a second is the least common multiple of 24 and 32000: a frame is 4000 ticks, a sample 3. No floats
+anywhere.
 Source: reference/raven-streaming.md §10-§12.
 """
 

@@ -1,7 +1,7 @@
 """Frames, latents, chunks and row positions of a clip: the arithmetic that everything else agrees on.
 
-Shapes. Letters: `T` video latents, `A` audio latents, `F` frames, `S` samples, `H W` latent height and width, `N` rows of
-a chunk, `P` retained rows, `E` text tokens, `h d` heads and head dim.
+Shapes. Letters: `T` video latents, `A` audio latents, `F` frames, `S` samples, `H W` latent height and width, `N` rows
+of a chunk, `P` retained rows, `E` text tokens, `h d` heads and head dim.
 
     video latent    [1, 24, T, H, W]     float32   T = 5k + 2, H = height / 16, W = width / 16
     audio latent    [1, 32, 2, A]        float32   two stereo rows, 40 latents a second, 800 samples each

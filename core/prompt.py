@@ -6,7 +6,9 @@ Source: reference/h3-model.md §6.1-§6.2.
 from __future__ import annotations
 
 MAX_PROMPT_BYTES = 16_384
-"""Longest prompt. A byte-level tokenizer never makes more tokens than bytes, so this bounds the text rows too."""
+"""Longest prompt in UTF-8. It bounds the text rows too: a byte-level tokenizer makes no more tokens than there are
+bytes once the text is in Unicode's NFC form, which is at most three times as long.
+"""
 
 ALLOWED_SPECIAL_TOKENS = (
     "<d>",
@@ -35,10 +37,17 @@ REFUSED_SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Control tokens that stand for pictures or chat turns: in a prompt they would break the encoder or change its meaning."""
+"""Control tokens that stand for pictures or chat turns: in a prompt they would break the encoder or change its
+meaning.
+"""
 
 
 def refused_token(prompt: str) -> str | None:
     """The first control token in a prompt, or None."""
     found = [(prompt.find(token), token) for token in REFUSED_SPECIAL_TOKENS if token in prompt]
     return min(found)[1] if found else None
+
+
+def control_character(prompt: str) -> int | None:
+    """Index of the first control character other than tab, line feed and carriage return, or None."""
+    return next((i for i, c in enumerate(prompt) if (c < " " and c not in "\t\n\r") or c == "\x7f"), None)
