@@ -5,6 +5,7 @@ Source: reference/raven-streaming.md §4.
 
 from __future__ import annotations
 
+import math
 import struct
 
 CONTEXT_TIMESTEP = 0.999
@@ -14,14 +15,14 @@ CONTEXT_TIMESTEP = 0.999
 def shifted_sigmas(steps: int, shift: float) -> tuple[float, ...]:
     """Noise levels at which one chunk is evaluated, noisiest first.
 
-    steps: NFE, at least 1.  shift: above 0; 1.0 gives an even grid.
+    steps: NFE, at least 1.  shift: above 0 and finite; 1.0 gives an even grid.
     Returns `steps` values, the first 1.0, strictly falling; the closing 0 is implied.
     Raises ValueError outside those ranges.
     """
-    if steps < 1 or not shift > 0:
-        raise ValueError(f"steps {steps} must be at least 1 and shift {shift} above 0")
-    grid = []
-    for i in range(steps):
+    if steps < 1 or not 0 < shift < math.inf:
+        raise ValueError(f"steps {steps} must be at least 1 and shift {shift} above 0 and finite")
+    grid = [1.0]  # set, not computed: for a shift such as 0.01 the formula's own rounding misses 1
+    for i in range(1, steps):
         u = 1 - i / steps
         grid.append(shift * u / (1 + (shift - 1) * u))
     return tuple(grid)

@@ -1,0 +1,184 @@
+"""Memory that a streaming clip needs beside the weights, term by term, and what its stream will weigh.
+
+Source: reference/raven-streaming.md §6.4 and §9.1; its worked example is a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_LATENT_CHANNELS,
+    AUDIO_LATENTS_PER_SECOND,
+    FPS,
+    LATENTS_PER_CHUNK,
+    VIDEO_LATENT_CHANNELS,
+    chunk_table,
+    latent_size,
+    num_audio_latents,
+    num_rows,
+    num_video_latents,
+)
+from core.request import ClipValues
+from core.retention import retained_entries
+
+LATENT_BYTES = 4
+"""Latents, noise and clean estimates are float32 whatever the compute dtype is."""
+CLIP_LONG_BUFFERS = 3
+"""Initial noise, clean-context noise and clean estimate of the whole clip."""
+CHUNK_LONG_BUFFERS = 6
+"""Noisy latent, velocity, clean estimate, fresh noise, next noisy latent and a temporary, each of one chunk."""
+ADAPTER_TEMPORARY_BYTES = 64 << 20
+"""Budget of the float32 temporaries of adapter residuals, which work through rows in blocks."""
+SAFETY_PERCENT = 12
+SAFETY_FLOOR_BYTES = 512 << 20
+"""Added to everything else, with the percentage: allocator blocks and kernels' own workspaces."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a DiT that its memory depends on."""
+
+    num_layers: int
+    """Transformer blocks, each with a KV cache."""
+    num_heads: int
+    """Attention heads of a block."""
+    head_dim: int
+    """Channels of a head."""
+    hidden: int
+    """Channels of a row between the blocks."""
+    ffn: int
+    """Channels inside the feed-forward, after the gate."""
+    compute_bytes: int
+    """Bytes of an element of the compute dtype."""
+
+    @property
+    def inner(self) -> int:
+        """Channels of a row inside attention."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_row(self) -> int:
+        """Bytes of one row's K and V in all layers."""
+        return 2 * self.num_layers * self.inner * self.compute_bytes
+
+
+@dataclass(frozen=True)
+class KvRows:
+    """Rows of the KV cache over a clip. The last chunk is never committed."""
+
+    peak: int
+    """Most rows alive at once: those retained and those of the chunk being staged."""
+    most_retained: int
+    """Most rows retained after a commit."""
+    steady: int
+    """Rows retained after the last commit."""
+    widest_attention: int
+    """Most keys of one forward: rows retained and its own, the last chunk's forwards included."""
+    widest_forward: int
+    """Most rows of one forward, the text's included."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes that a clip needs beside the weights. All on the device, but for the KV cache kept on the host."""
+
+    kv_device: int
+    """KV cache on the device; 0 where it lives on the host."""
+    kv_host: int
+    """KV cache on the host at its peak; 0 where it lives on the device."""
+    kv_host_steady: int
+    """KV cache on the host after the last commit."""
+    kv_merged: int
+    """One layer's keys and values gathered for attention."""
+    activations: int
+    """Tensors of one block's forward."""
+    adapter_temporaries: int
+    """Float32 temporaries of adapter residuals."""
+    latent_buffers: int
+    """Noise and latents of the rollout."""
+    decode: int
+    """The larger of a video and an audio decode, as the VAEs estimate it."""
+
+    @property
+    def forward(self) -> int:
+        """What a forward needs beside the KV cache and the latents."""
+        return self.activations + self.kv_merged + self.adapter_temporaries
+
+    @property
+    def working(self) -> int:
+        """A maximum and not a sum: a decode never runs during a forward."""
+        return max(self.forward, self.decode)
+
+    @property
+    def safety(self) -> int:
+        """What is added for allocator blocks and workspaces that no term names."""
+        return -(-SAFETY_PERCENT * self._named // 100) + SAFETY_FLOOR_BYTES
+
+    @property
+    def device_total(self) -> int:
+        """What must be free on the device beside the weights."""
+        return self._named + self.safety
+
+    @property
+    def _named(self) -> int:
+        return self.kv_device + self.latent_buffers + self.working
+
+
+def kv_rows(clip: ClipValues, num_tokens: int) -> KvRows:
+    """Rows of the KV cache over a valid clip with `num_tokens` text rows."""
+    *committed_chunks, tail = (num_rows(chunk, clip.width, clip.height) for chunk in chunk_table(clip.num_frames))
+    entries = [num_tokens, *committed_chunks]
+    # retained[n]: rows that attention sees after n commits.
+    retained = [
+        sum(entries[entry] for entry in retained_entries(n, clip.sink, clip.window)) for n in range(len(entries) + 1)
+    ]
+    staging = [before + staged for before, staged in zip(retained, entries, strict=False)]
+    return KvRows(
+        peak=max(staging),
+        most_retained=max(retained),
+        steady=retained[-1],
+        widest_attention=max(*staging, retained[-1] + tail),
+        widest_forward=max(entries),
+    )
+
+
+def memory_budget(clip: ClipValues, num_tokens: int, model: ModelSize, decode_bytes: int) -> MemoryBudget:
+    """What a valid clip needs beside the weights.
+
+    num_tokens: text rows.  decode_bytes: the larger of a decode of seven video latents and one of an audio block with
+    both its margins.
+    """
+    rows = kv_rows(clip, num_tokens)
+    on_device = clip.kv_storage == "gpu"
+    # With the cache on the device only the history is gathered; from the host, one buffer takes own rows too.
+    merged_rows = rows.most_retained if on_device else rows.widest_attention
+    row_elements = 4 * model.hidden + 3 * model.inner + model.inner + 3 * model.ffn
+    peak_bytes = rows.peak * model.kv_bytes_per_row
+    return MemoryBudget(
+        kv_device=peak_bytes if on_device else 0,
+        kv_host=0 if on_device else peak_bytes,
+        kv_host_steady=0 if on_device else rows.steady * model.kv_bytes_per_row,
+        kv_merged=2 * merged_rows * model.inner * model.compute_bytes,
+        activations=rows.widest_forward * row_elements * model.compute_bytes,
+        adapter_temporaries=ADAPTER_TEMPORARY_BYTES,
+        latent_buffers=_latent_buffer_bytes(clip),
+        decode=decode_bytes,
+    )
+
+
+def expected_stream_bytes(num_frames: int, video_bits_per_second: int, audio_bits_per_second: int) -> int:
+    """Roughly what the media of a clip weighs when its encoders meet their target rates; boxes are not counted."""
+    video_bits = -(-video_bits_per_second * num_frames // FPS)
+    audio_bits = -(-audio_bits_per_second * num_audio_latents(num_frames) // AUDIO_LATENTS_PER_SECOND)
+    return -(-(video_bits + audio_bits) // 8)
+
+
+def _latent_buffer_bytes(clip: ClipValues) -> int:
+    video_latent = VIDEO_LATENT_CHANNELS * latent_size(clip.height) * latent_size(clip.width)
+    audio_latent = AUDIO_LATENT_CHANNELS * AUDIO_CHANNELS
+    longest_audio = max(chunk.num_audio_latents for chunk in chunk_table(clip.num_frames))
+    whole_clip = num_video_latents(clip.num_frames) * video_latent + num_audio_latents(clip.num_frames) * audio_latent
+    one_chunk = LATENTS_PER_CHUNK * video_latent + longest_audio * audio_latent
+    return LATENT_BYTES * (CLIP_LONG_BUFFERS * whole_clip + CHUNK_LONG_BUFFERS * one_chunk)

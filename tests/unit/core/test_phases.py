@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import itertools
+
+from core.phases import HOLDER, MOVES, Phase, Worker
+from h3stream.v1 import types_pb2
+
+
+def test_every_phase_has_a_holder_and_moves() -> None:
+    assert set(HOLDER) == set(Phase)
+    assert set(MOVES) == set(Phase)
+
+
+def test_moves_lead_to_phases_and_never_stay() -> None:
+    for phase, successors in MOVES.items():
+        assert successors <= set(Phase)
+        assert phase not in successors
+
+
+def test_every_phase_is_reached_from_the_queue_and_reaches_the_end() -> None:
+    assert _reachable(Phase.QUEUED) | {Phase.QUEUED} == set(Phase)
+    for phase in set(Phase) - {Phase.FINISH}:
+        assert Phase.FINISH in _reachable(phase), phase
+
+
+def test_a_finished_job_moves_no_further() -> None:
+    assert MOVES[Phase.FINISH] == frozenset()
+
+
+def test_a_job_of_two_chunks_is_a_walk_through_the_table() -> None:
+    chunk, commit = [Phase.DENOISE, Phase.DECODE], [Phase.COMMIT]
+    walk = [Phase.QUEUED, Phase.ENCODE, Phase.PREFILL, *chunk, *commit, *chunk, Phase.FINISH]
+    assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
+
+
+def test_a_known_prompt_skips_the_text_encoder() -> None:
+    assert Phase.PREFILL in MOVES[Phase.QUEUED]
+
+
+def test_a_chunk_is_decoded_before_it_is_committed() -> None:
+    assert MOVES[Phase.DENOISE] == {Phase.DECODE}
+    assert {before for before, after in MOVES.items() if Phase.COMMIT in after} == {Phase.DECODE}
+
+
+def test_each_worker_holds_the_device_in_some_phase() -> None:
+    assert {holder for holder in HOLDER.values() if holder} == set(Worker)
+
+
+def test_phase_values_are_the_names_on_the_wire() -> None:
+    on_the_wire = {name.removeprefix("PHASE_").lower() for name in types_pb2.Phase.keys()} - {"unspecified"}  # noqa: SIM118
+    assert {phase.value for phase in Phase} == on_the_wire
+
+
+def _reachable(start: Phase) -> set[Phase]:
+    found: set[Phase] = set()
+    pending = [start]
+    while pending:
+        for successor in MOVES[pending.pop()] - found:
+            found.add(successor)
+            pending.append(successor)
+    return found
