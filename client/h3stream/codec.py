@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from h3stream.request import ClipSpec, KvStorage
-from h3stream.v1 import types_pb2
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from h3stream import events, job
+from h3stream.errors import FieldViolation, InvalidRequestError
+from h3stream.events import Event, Plan
+from h3stream.job import Job, ServerInfo
+from h3stream.mirror import Mirror
+from h3stream.request import KV_STORAGES, ClipSpec, GenerateRequest, KvStorage, invalid_request
+from h3stream.v1 import types_pb2, video_pb2
 
 KV_STORAGE_TO_PROTO: dict[KvStorage, types_pb2.KvStorage] = {
     "gpu": types_pb2.KV_STORAGE_GPU,
@@ -12,34 +22,179 @@ KV_STORAGE_TO_PROTO: dict[KvStorage, types_pb2.KvStorage] = {
 }
 KV_STORAGE_FROM_PROTO: dict[int, KvStorage] = {int(v): k for k, v in KV_STORAGE_TO_PROTO.items()}
 
+MIRRORED: dict[type[Any], type[Message]] = {
+    ClipSpec: types_pb2.ClipSpec,
+    events.ChunkPlan: video_pb2.ChunkPlan,
+    events.PlanWarning: video_pb2.Warning,
+    events.Plan: video_pb2.Plan,
+    events.Artifact: types_pb2.Artifact,
+    events.AudioHealth: types_pb2.AudioHealth,
+    events.Timings: video_pb2.Timings,
+    job.JobError: video_pb2.JobError,
+    job.Job: video_pb2.Job,
+    job.ServerInfo: video_pb2.GetServerInfoResponse,
+}
+"""Dataclasses and the messages they mirror field by field."""
+
+PAYLOADS: dict[str, tuple[type[Event], type[Message]]] = {
+    "accepted": (events.Accepted, video_pb2.Accepted),
+    "phase": (events.PhaseChange, video_pb2.PhaseChange),
+    "progress": (events.Progress, video_pb2.Progress),
+    "init_segment": (events.InitSegment, types_pb2.InitSegment),
+    "fragment": (events.Fragment, types_pb2.Fragment),
+    "warning": (events.JobWarning, video_pb2.Warning),
+    "stream_complete": (events.StreamComplete, video_pb2.StreamComplete),
+    "completed": (events.Completed, video_pb2.Completed),
+}
+"""Payloads of an Event message: the dataclass holds the payload's fields beside the event's own."""
+
+_MIRROR = Mirror(MIRRORED, unspecified={"h3stream.v1.KvStorage": "gpu"})
+_PAYLOAD_OF_EVENT = {cls: (name, message) for name, (cls, message) in PAYLOADS.items()}
+_OPTIONAL_FIELDS = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "seed")
+
 
 def clip_spec_to_proto(clip: ClipSpec) -> types_pb2.ClipSpec:
     """The wire form of a resolved clip."""
-    return types_pb2.ClipSpec(
-        num_frames=clip.num_frames,
-        width=clip.width,
-        height=clip.height,
-        steps=clip.steps,
-        video_shift=clip.video_shift,
-        audio_shift=clip.audio_shift,
-        sink=clip.sink,
-        window=clip.window,
-        kv_storage=KV_STORAGE_TO_PROTO[clip.kv_storage],
-        seed=clip.seed,
-    )
+    return _MIRROR.to_message(clip, types_pb2.ClipSpec)
 
 
 def clip_spec_from_proto(message: types_pb2.ClipSpec) -> ClipSpec:
-    """The resolved clip of a message; an unspecified storage is "gpu"."""
-    return ClipSpec(
-        num_frames=message.num_frames,
-        width=message.width,
-        height=message.height,
-        steps=message.steps,
-        video_shift=message.video_shift,
-        audio_shift=message.audio_shift,
-        sink=message.sink,
-        window=message.window if message.HasField("window") else None,
-        kv_storage=KV_STORAGE_FROM_PROTO.get(message.kv_storage, "gpu"),
-        seed=message.seed,
+    """The resolved clip of a message; an unspecified storage is "gpu".
+
+    Raises InvalidRequestError for a storage that does not exist.
+    """
+    clip: ClipSpec = _MIRROR.from_message(message)
+    if clip.kv_storage not in KV_STORAGES:
+        raise invalid_request([_no_kv_storage(message.kv_storage)])
+    return clip
+
+
+def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
+    """The wire form of a request; what is None is left out."""
+    message = video_pb2.GenerateRequest(
+        prompt=request.prompt,
+        cancel_on_disconnect=request.cancel_on_disconnect,
+        **{name: getattr(request, name) for name in _OPTIONAL_FIELDS},
     )
+    if request.kv_storage is not None:
+        message.kv_storage = KV_STORAGE_TO_PROTO[request.kv_storage]
+    if request.window == "all":
+        message.unlimited_window = True
+    elif request.window is not None:
+        message.window = request.window
+    return message
+
+
+def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
+    """The request of a message.
+
+    Raises InvalidRequestError, with one violation per field, for fields and enum values that do not exist, for
+    `unlimited_window` set to false, and for numbers that are not finite.
+    """
+    violations = _unknown_fields(message)
+    fields: dict[str, Any] = {
+        name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL_FIELDS
+    }
+    if message.kv_storage != types_pb2.KV_STORAGE_UNSPECIFIED:
+        fields["kv_storage"] = KV_STORAGE_FROM_PROTO.get(message.kv_storage)
+        if fields["kv_storage"] is None:
+            violations.append(_no_kv_storage(message.kv_storage))
+    if message.HasField("window"):
+        fields["window"] = message.window
+    elif message.HasField("unlimited_window"):
+        fields["window"] = "all"
+        if not message.unlimited_window:
+            violations.append(
+                FieldViolation("unlimited_window", "false is not valid; set it to true, or leave it out, or set window")
+            )
+    try:
+        request = GenerateRequest(message.prompt, cancel_on_disconnect=message.cancel_on_disconnect, **fields)
+    except InvalidRequestError as error:
+        raise invalid_request([*violations, *error.violations]) from None
+    if violations:
+        raise invalid_request(violations)
+    return request
+
+
+def plan_request_to_proto(request: GenerateRequest) -> video_pb2.PlanGenerationRequest:
+    """The wire form of a request that is only to be planned."""
+    return video_pb2.PlanGenerationRequest(generation=request_to_proto(request))
+
+
+def plan_request_from_proto(message: video_pb2.PlanGenerationRequest) -> GenerateRequest:
+    """The request to plan; raises InvalidRequestError as `request_from_proto` does."""
+    refuse_unknown_fields(message)
+    return request_from_proto(message.generation)
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Raises InvalidRequestError if a message has fields that do not exist in its type here."""
+    if violations := _unknown_fields(message):
+        raise invalid_request(violations)
+
+
+def event_to_proto(event: Event) -> video_pb2.Event:
+    """The wire form of an event."""
+    name, payload_class = _PAYLOAD_OF_EVENT[type(event)]
+    message = video_pb2.Event(seq=event.seq, job_id=event.job_id, media_time_ticks=event.media_time_ticks)
+    getattr(message, name).CopyFrom(_MIRROR.to_message(event, payload_class))
+    return message
+
+
+def event_from_proto(message: video_pb2.Event) -> Event:
+    """The event of a message; a plain Event where the payload is of a kind that does not exist here."""
+    envelope: dict[str, Any] = {
+        "seq": message.seq,
+        "job_id": message.job_id,
+        "media_time_ticks": message.media_time_ticks,
+    }
+    name = message.WhichOneof("payload")
+    if name is None:
+        return Event(**envelope)
+    cls, _ = PAYLOADS[name]
+    return cls(**envelope, **_MIRROR.fields(getattr(message, name), cls))
+
+
+def plan_to_proto(plan: Plan) -> video_pb2.Plan:
+    """The wire form of a plan."""
+    return _MIRROR.to_message(plan, video_pb2.Plan)
+
+
+def plan_from_proto(message: video_pb2.Plan) -> Plan:
+    """The plan of a message."""
+    plan: Plan = _MIRROR.from_message(message)
+    return plan
+
+
+def job_to_proto(value: Job) -> video_pb2.Job:
+    """The wire form of a job."""
+    return _MIRROR.to_message(value, video_pb2.Job)
+
+
+def job_from_proto(message: video_pb2.Job) -> Job:
+    """The job of a message."""
+    value: Job = _MIRROR.from_message(message)
+    return value
+
+
+def server_info_to_proto(info: ServerInfo) -> video_pb2.GetServerInfoResponse:
+    """The wire form of a server's facts."""
+    return _MIRROR.to_message(info, video_pb2.GetServerInfoResponse)
+
+
+def server_info_from_proto(message: video_pb2.GetServerInfoResponse) -> ServerInfo:
+    """The server's facts of a message."""
+    info: ServerInfo = _MIRROR.from_message(message)
+    return info
+
+
+def _unknown_fields(message: Message) -> list[FieldViolation]:
+    name = message.DESCRIPTOR.name
+    unknown: Any = UnknownFieldSet(message)
+    numbers = sorted({field.field_number for field in unknown})
+    return [FieldViolation(f"field {number}", f"{name} has no field number {number}") for number in numbers]
+
+
+def _no_kv_storage(number: int) -> FieldViolation:
+    names = ", ".join(f"{types_pb2.KvStorage.Name(value)} ({value})" for value in KV_STORAGE_TO_PROTO.values())
+    return FieldViolation("kv_storage", f"{number} is no KvStorage; valid are {names}")

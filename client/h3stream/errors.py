@@ -10,7 +10,8 @@
     │  └─ WorkerLostError
     ├─ JobNotFoundError           NOT_FOUND
     ├─ JobCancelledError          CANCELLED            the job was cancelled, by whomever
-    ├─ DeadlineError              DEADLINE_EXCEEDED
+    ├─ DeadlineError              DEADLINE_EXCEEDED    a call took too long, or a job stood still
+    ├─ BrokenStreamError          DATA_LOSS            events are missing, doubled or out of order
     └─ PhaseError                 INTERNAL             a phase of the job failed
        ├─ DeviceMemoryError
        └─ MuxError
@@ -18,7 +19,8 @@
     ├─ ConfigError
     └─ CheckpointError
 
-`reason` is the stable name on the wire (google.rpc.ErrorInfo.reason); `h3stream.status` maps classes to statuses and back.
+`reason` is the stable name on the wire (google.rpc.ErrorInfo.reason); `h3stream.status` maps classes to statuses and
+back.
 """
 
 from __future__ import annotations
@@ -137,9 +139,15 @@ class JobCancelledError(GenerationError):
 
 
 class DeadlineError(GenerationError):
-    """The call's deadline passed."""
+    """The call's deadline passed, or a job stood still for longer than its caller allows."""
 
     reason = "DEADLINE_EXCEEDED"
+
+
+class BrokenStreamError(GenerationError):
+    """The events of a job did not arrive as the contract promises; what came before them is sound."""
+
+    reason = "BROKEN_STREAM"
 
 
 class PhaseError(GenerationError):

@@ -1,13 +1,13 @@
 """Errors to gRPC statuses and back: one table, used by the servers to answer and by the SDK to raise.
 
-A status carries `reason`, so the SDK raises the class that the server raised; other clients read the same trailer as the
-standard google.rpc details.
+A status carries `reason`, so the SDK raises the class that the server raised; other clients read the same trailer as
+the standard google.rpc details.
 """
 
 from __future__ import annotations
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 
 from h3stream import errors
@@ -17,6 +17,11 @@ from h3stream.v1 import status_pb2
 DOMAIN = "h3stream"
 DETAILS_KEY = "grpc-status-details-bin"
 _TYPE_PREFIX = "type.googleapis.com/google.rpc."
+
+# gRPC drops a call whose trailers pass 8 KiB. The message travels twice (percent-encoded, and in the base64 details),
+# the violations once.
+MAX_MESSAGE_BYTES = 1_000
+MAX_VIOLATION_BYTES = 2_000
 
 STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
     errors.GenerationError: grpc.StatusCode.UNKNOWN,
@@ -30,6 +35,7 @@ STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
     errors.JobNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.JobCancelledError: grpc.StatusCode.CANCELLED,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.BrokenStreamError: grpc.StatusCode.DATA_LOSS,
     errors.PhaseError: grpc.StatusCode.INTERNAL,
     errors.DeviceMemoryError: grpc.StatusCode.INTERNAL,
     errors.MuxError: grpc.StatusCode.INTERNAL,
@@ -41,42 +47,40 @@ _CLASS_OF_STATUS: dict[grpc.StatusCode, type[GenerationError]] = {
     # For failures that carry no reason: transport errors and answers of other servers.
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.UnsupportedError,
+    grpc.StatusCode.UNIMPLEMENTED: errors.UnsupportedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
     grpc.StatusCode.UNAVAILABLE: errors.NotReadyError,
     grpc.StatusCode.NOT_FOUND: errors.JobNotFoundError,
     grpc.StatusCode.CANCELLED: errors.JobCancelledError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+    grpc.StatusCode.DATA_LOSS: errors.BrokenStreamError,
     grpc.StatusCode.INTERNAL: errors.PhaseError,
 }
 
 
 def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
-    """Status code, message and the `grpc-status-details-bin` trailer of an error."""
+    """Status code, message and the `grpc-status-details-bin` trailer of an error.
+
+    Texts beyond what a trailer can carry are cut, and say so.
+    """
     code = STATUS_OF[type(error)]
+    message = _cut(error.message, MAX_MESSAGE_BYTES)
     metadata = {"job_id": error.job_id, "phase": error.phase}
     if error.chunk_index >= 0:
         metadata["chunk_index"] = str(error.chunk_index)
-    details = [
-        _pack(
-            "ErrorInfo",
-            status_pb2.RpcErrorInfo(
-                reason=error.reason, domain=DOMAIN, metadata={k: v for k, v in metadata.items() if v}
-            ),
-        )
-    ]
+    info = status_pb2.RpcErrorInfo(
+        reason=error.reason, domain=DOMAIN, metadata={key: value for key, value in metadata.items() if value}
+    )
+    details = [_pack("ErrorInfo", info)]
     if isinstance(error, InvalidRequestError) and error.violations:
-        violations = [
-            status_pb2.RpcBadRequest.FieldViolation(field=v.field, description=v.description, reason=v.reason)
-            for v in error.violations
-        ]
-        details.append(_pack("BadRequest", status_pb2.RpcBadRequest(field_violations=violations)))
+        details.append(_pack("BadRequest", _bad_request(error.violations)))
     if isinstance(error, OverloadedError):
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(_pack("RetryInfo", status_pb2.RpcRetryInfo(retry_delay=delay)))
+        retry = status_pb2.RpcRetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_pack("RetryInfo", retry))
     number: int = code.value[0]
-    status = status_pb2.RpcStatus(code=number, message=error.message, details=details)
-    return code, error.message, status.SerializeToString()
+    status = status_pb2.RpcStatus(code=number, message=message, details=details)
+    return code, message, status.SerializeToString()
 
 
 def from_rpc_error(error: grpc.RpcError) -> GenerationError:
@@ -87,8 +91,9 @@ def from_rpc_error(error: grpc.RpcError) -> GenerationError:
     cls = _CLASS_OF_REASON.get(info.reason) if info.domain == DOMAIN else None
     if cls is None or STATUS_OF[cls] != code:
         cls = _CLASS_OF_STATUS.get(code, GenerationError)
-    job_id, phase = info.metadata["job_id"], info.metadata["phase"]
-    chunk_index = int(info.metadata["chunk_index"] or -1)
+    job_id, phase = info.metadata.get("job_id", ""), info.metadata.get("phase", "")
+    chunk_text = info.metadata.get("chunk_index", "")
+    chunk_index = int(chunk_text) if chunk_text.isdecimal() else -1
     result: GenerationError
     if issubclass(cls, InvalidRequestError):
         violations = tuple(FieldViolation(v.field, v.description, v.reason) for v in bad_request.field_violations)
@@ -100,6 +105,30 @@ def from_rpc_error(error: grpc.RpcError) -> GenerationError:
         result = cls(message, job_id=job_id, phase=phase, chunk_index=chunk_index)
     result.__cause__ = error
     return result
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> status_pb2.RpcBadRequest:
+    result = status_pb2.RpcBadRequest()
+    left = MAX_VIOLATION_BYTES
+    for number, violation in enumerate(violations):
+        description = _cut(violation.description, MAX_MESSAGE_BYTES)
+        left -= len(description.encode()) + len(violation.field.encode()) + len(violation.reason)
+        if left < 0:
+            result.field_violations.add(
+                field=violation.field,
+                description=f"this and {len(violations) - number - 1} more fields are wrong too",
+                reason=violation.reason,
+            )
+            break
+        result.field_violations.add(field=violation.field, description=description, reason=violation.reason)
+    return result
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 3].decode(errors="ignore") + "…"
 
 
 def _pack(name: str, message: Message) -> any_pb2.Any:

@@ -1,0 +1,257 @@
+"""What a stream of events yields: one frozen dataclass for each kind of event, and what the events hold.
+
+Every event has `seq`, `job_id`, `media_time_ticks` and `media`. The bytes of `media`, joined in order, are a playable
+fragmented MP4 at every moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from h3stream.request import ClipSpec
+
+TICKS_PER_SECOND = 96_000
+"""Media time counts in these: a frame is 4000 of them, an audio sample 3."""
+
+Phase = Literal["queued", "encode", "prefill", "denoise", "commit", "decode", "finish", "unknown"]
+"""What a generation is doing; "unknown" stands for a phase that a newer server has and this version has not."""
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """One chunk of a plan. Ranges are half-open."""
+
+    video_start: int
+    """First video latent."""
+    video_stop: int
+    """End of the video latents."""
+    audio_start: int
+    """First audio latent."""
+    audio_stop: int
+    """End of the audio latents."""
+    num_frames_emitted: int
+    """Frames that have left once this chunk is decoded."""
+
+
+@dataclass(frozen=True)
+class PlanWarning:
+    """Something a caller should know before starting."""
+
+    reason: str
+    """Stable name in UPPER_SNAKE_CASE."""
+    message: str
+    """What it means, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request makes, in full."""
+
+    clip: ClipSpec
+    """The request with every default filled in."""
+    chunks: tuple[ChunkPlan, ...]
+    """The chunks, in order."""
+    num_video_latents: int
+    """Latent time steps of the video."""
+    num_audio_latents: int
+    """Latent time steps of the audio."""
+    num_samples: int
+    """Samples of each audio channel at 32 kHz."""
+    num_noise_forwards: int
+    """Noise forwards in all."""
+    num_clean_forwards: int
+    """Clean forwards in all."""
+    expected_stream_bytes: int
+    """What the stream will weigh, roughly."""
+    warnings: tuple[PlanWarning, ...]
+    """What the caller should know before starting."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that a finished job left in the server's data directory."""
+
+    name: str
+    """What it is, e.g. "final.mp4"."""
+    media_type: str
+    """Its media type."""
+    size_bytes: int
+    """Its size."""
+    sha256: str
+    """SHA-256 of its bytes, lower-case hexadecimal."""
+    relative_path: str
+    """Path below the server's data directory."""
+
+
+@dataclass(frozen=True)
+class AudioHealth:
+    """What was measured on the whole soundtrack before any normalisation."""
+
+    std: float
+    """Standard deviation over channels and samples."""
+    peak: float
+    """Largest magnitude; full scale is 1."""
+    dc_offset: float
+    """Mean of all samples."""
+    num_clipped_samples: int
+    """Samples at full scale."""
+    normalisation_divisor: float
+    """What final.mp4 divides the waveform by; the streamed sound is not divided."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long a job took, in seconds from its admission to the lane."""
+
+    first_fragment_s: float
+    """Until the first fragment was emitted."""
+    sampling_s: float
+    """Until the last chunk was sampled."""
+    total_s: float
+    """Until everything was done."""
+    num_frames_before_sampling_end: int
+    """Frames emitted before the last chunk was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a job. An event of a kind that this version does not know arrives as a plain Event."""
+
+    seq: int
+    """Position in the job's events, from 0 without gaps."""
+    job_id: str
+    """The job."""
+    media_time_ticks: int
+    """End of the last frame emitted so far, in ticks of 1/96000 s."""
+
+    @property
+    def media(self) -> bytes:
+        """The next bytes of the media stream: those of an InitSegment or a Fragment, none for other events."""
+        return b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted(Event):
+    """The request was accepted; always event 0."""
+
+    plan: Plan
+    """What will be made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseChange(Event):
+    """The job entered another phase."""
+
+    phase: Phase
+    """The phase."""
+    chunk_index: int
+    """The chunk it concerns; -1 where it concerns none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
+    """The job is alive and this far."""
+
+    phase: Phase
+    """The phase."""
+    chunk_index: int
+    """The chunk being worked on; -1 where there is none."""
+    num_chunks: int
+    """Chunks in all."""
+    step: int
+    """Noise forwards of this chunk that are done."""
+    num_steps: int
+    """Noise forwards of a chunk."""
+    num_frames_emitted: int
+    """Frames emitted so far."""
+    queue_position: int
+    """Jobs ahead of this one while it is queued."""
+    is_heartbeat: bool
+    """True when nothing has moved since the event before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSegment(Event):
+    """Start of the media stream: `ftyp` and `moov`. Comes once, before any fragment."""
+
+    data: bytes
+    """The bytes."""
+    mime_type: str
+    """MIME type with the codecs string."""
+    video_encoder: str
+    """Name of the H.264 encoder in use."""
+    audio_encoder: str
+    """Name of the AAC encoder in use."""
+
+    @property
+    def media(self) -> bytes:
+        """The bytes of the segment."""
+        return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment(Event):
+    """Next piece of the media stream: one `moof` and its `mdat`."""
+
+    data: bytes
+    """The bytes."""
+    fragment_index: int
+    """Position among the clip's fragments, from 0."""
+    chunk_index: int
+    """The chunk whose latents completed these frames."""
+    start_ticks: int
+    """Time of the first frame, in ticks of 1/96000 s."""
+    duration_ticks: int
+    """Duration of the frames, in ticks of 1/96000 s; 0 for a fragment of sound alone."""
+    first_frame: int
+    """First frame, counted from 0."""
+    num_frames: int
+    """Number of frames."""
+    num_samples_total: int
+    """Audio samples of each channel from the start of the stream to the end of this fragment."""
+    is_keyframe: bool
+    """Whether decoding can start here."""
+
+    @property
+    def media(self) -> bytes:
+        """The bytes of the fragment."""
+        return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobWarning(Event):
+    """Something the caller should know that does not stop the job."""
+
+    reason: str
+    """Stable name in UPPER_SNAKE_CASE."""
+    message: str
+    """What it means, in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamComplete(Event):
+    """The media stream is whole: init segment and every fragment have come."""
+
+    num_fragments: int
+    """Fragments sent."""
+    num_bytes: int
+    """Bytes of the init segment and all fragments."""
+    num_frames: int
+    """Frames sent."""
+    num_samples: int
+    """Audio samples sent, each channel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed(Event):
+    """The job succeeded; the last event."""
+
+    artifacts: tuple[Artifact, ...]
+    """Files it left on the server."""
+    latents_sha256: str
+    """SHA-256 over the bytes of all latents; equal for equal requests."""
+    audio_health: AudioHealth
+    """What was measured on the soundtrack."""
+    timings: Timings
+    """How long things took."""
