@@ -36,12 +36,12 @@ def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> N
     """Writes the model directory, whole or not at all.
 
     A directory that holds a model (it has a `model_index.json`) is left alone unless `force`, which replaces it.
-    Raises ConfigError if `directory` exists and is something else.
+    Raises ConfigError if `directory` exists, is not empty and is something else.
     """
     if (directory / "model_index.json").is_file():
         if not force:
             return
-    elif directory.exists():
+    elif directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is no model directory; remove it or choose another")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
