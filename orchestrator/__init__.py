@@ -1,1 +1,4 @@
-"""The service that clients talk to: admission, jobs, phases, replay. Holds no weights and imports neither torch nor diffusers."""
+"""The service that clients talk to: admission, jobs, phases, replay.
+
+Holds no weights and imports neither torch nor diffusers.
+"""

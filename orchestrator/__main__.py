@@ -1,0 +1,92 @@
+"""`python -m orchestrator --model DIR`: reads the settings, builds the objects, serves, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from h3stream.errors import StartupError
+from h3stream.v1 import video_pb2_grpc
+from orchestrator.config import Settings, load_settings
+from orchestrator.lane import Lane
+from orchestrator.lanes import RayCluster, RayLane
+from orchestrator.model_info import read_model_info
+from orchestrator.scheduler import Scheduler
+from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from services.common.rpc import RpcServer
+
+log = logging.getLogger("orchestrator")
+
+
+def main() -> None:
+    """Runs the server until it is told to stop; ends with one clear line if it cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings, flags = load_settings(sys.argv[1:], os.environ)
+        asyncio.run(serve(settings, exit_with_parent=flags.exit_with_parent))
+    except StartupError as error:
+        sys.exit(f"h3stream: {error}")
+
+
+async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
+    """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
+    log.info("settings: %s", settings)
+    stop = _StopSignal(exit_with_parent)
+    model = read_model_info(settings.model)
+    settings.data.mkdir(parents=True, exist_ok=True)
+    cluster = RayCluster(settings)
+    # Unix sockets live in a directory that only this user can enter.
+    with tempfile.TemporaryDirectory(prefix="h3stream-") as runtime_directory:
+        lanes = [Lane(RayLane(settings, Path(runtime_directory), index)) for index in range(settings.lanes)]
+        scheduler = Scheduler(
+            lanes, settings.data, max_queued_jobs=settings.max_queued_jobs, kept_jobs=settings.kept_jobs
+        )
+        # Bound before anything slow happens: a taken port is told at once, and callers learn that the model is loading.
+        server = RpcServer((SERVICE_NAME,))
+        video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
+        address = await server.start(settings.listen, serving=False)
+        try:
+            await cluster.start()
+            await scheduler.start()
+            await server.set_serving(True)
+            print(f"listening on {address}", flush=True)
+            await stop.first.wait()
+            log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
+            await server.set_serving(False)
+        finally:
+            await scheduler.stop(settings.drain_s, stop.second)
+            await server.stop(grace_s=1.0)
+            await cluster.stop()
+
+
+class _StopSignal:
+    """Counts the requests to stop."""
+
+    def __init__(self, exit_with_parent: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self.first = asyncio.Event()
+        """Set by the first request."""
+        self.second = asyncio.Event()
+        """Set by the second one, or by one that will not wait: running jobs are cancelled."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._count)
+        if exit_with_parent:
+            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.first.set()
+            self.second.set()  # the parent is gone: nobody waits for the running jobs
+
+
+if __name__ == "__main__":
+    main()

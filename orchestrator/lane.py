@@ -1,0 +1,72 @@
+"""One lane as the scheduler sees it: three connected workers and the grant of their device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+
+from core.phases import Worker
+from h3stream.v1 import workers_pb2
+from orchestrator.phases import PhaseSequencer
+from orchestrator.worker_clients import DitClient, TextEncoderClient, VaeClient, WorkerClient
+
+
+class LaneHost(Protocol):
+    """Whatever runs the workers of one lane; `orchestrator/lanes.py` has Ray's."""
+
+    async def start(self) -> Mapping[Worker, str]:
+        """Starts the workers; returns the address of each. Raises StartupError."""
+        ...
+
+    async def stop(self) -> None:
+        """Stops the workers and frees what they held."""
+        ...
+
+
+class Lane:
+    """Three workers that share one device."""
+
+    text_encoder: TextEncoderClient
+    dit: DitClient
+    vae: VaeClient
+    device: PhaseSequencer
+    """Grants the device to one of them at a time."""
+
+    def __init__(self, host: LaneHost) -> None:
+        self._host = host
+        self._clients: dict[Worker, WorkerClient] = {}
+
+    async def start(self) -> None:
+        """Starts the workers and connects to them. Raises StartupError."""
+        addresses = await self._host.start()
+        self.text_encoder = TextEncoderClient(addresses[Worker.TEXT_ENCODER])
+        self.dit = DitClient(addresses[Worker.DIT])
+        self.vae = VaeClient(addresses[Worker.VAE])
+        self._clients = {c.worker: c for c in (self.text_encoder, self.dit, self.vae)}
+        self.device = PhaseSequencer(self._clients)
+
+    async def describe(self) -> list[workers_pb2.DescribeResponse]:
+        """What each worker is and what it holds."""
+        return [await client.describe() for client in self._clients.values()]
+
+    async def clear(self, session_id: str) -> None:
+        """Frees everything a session held, and the device. Returns once the lane is ready for the next job.
+
+        The workers answer behind whatever they are doing, so this waits for one forward or one decode at most. Raises
+        a GenerationError if a worker cannot be cleared; the lane must then be restarted.
+        """
+        await self.dit.close_session(session_id)
+        await self.vae.close_session(session_id)
+        await self.device.grant(None)
+
+    async def restart(self) -> None:
+        """Replaces the workers by fresh ones. Raises StartupError."""
+        await self.stop()
+        await self.start()
+
+    async def stop(self) -> None:
+        """Ends the connections and the workers."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        self._clients = {}
+        await self._host.stop()

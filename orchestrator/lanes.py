@@ -1,0 +1,154 @@
+"""Ray's only home here: places, pins, starts, watches and restarts the three workers of each lane."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from core.phases import Worker
+from h3stream.errors import StartupError
+from orchestrator.config import Settings
+from services.common.actor import WorkerActor
+from services.common.config import WorkerConfig
+from services.dit.config import DitConfig
+from services.text_encoder.config import TextEncoderConfig
+from services.vae.config import VaeConfig
+
+log = logging.getLogger(__name__)
+
+HOST_SLOT = "h3stream_host_slot"
+"""Custom resource that stands for a GPU where there is none, so that placement is the same everywhere."""
+SHARE = 0.3
+"""Part of the GPU that each of the three actors asks for: all three fit on one; three times 0.34 would not."""
+PLACEMENT_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
+"""Reading the weights of the full model from disk takes minutes."""
+
+PACKAGES: dict[Worker, str] = {worker: f"services.{worker.value}" for worker in Worker}
+
+
+class RayCluster:
+    """The Ray instance on this machine that hosts all lanes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    async def start(self) -> None:
+        """Starts Ray. Raises StartupError if it does not come up."""
+        # Ray listens beyond loopback whatever it is told: a secret of this process's own keeps strangers out.
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        try:
+            await asyncio.to_thread(
+                ray.init,
+                num_cpus=1,
+                resources={HOST_SLOT: self._settings.lanes},
+                include_dashboard=False,
+                configure_logging=False,
+                log_to_driver=True,
+                # Nothing travels through the object store; Ray insists on having one.
+                object_store_memory=80 * 1024 * 1024,
+            )
+        except Exception as error:
+            raise StartupError(f"Ray did not start: {error}") from error
+
+    async def stop(self) -> None:
+        """Stops Ray and every actor on it."""
+        await asyncio.to_thread(ray.shutdown)
+
+
+class RayLane:
+    """The workers of one lane: three actors in one placement group on one GPU."""
+
+    def __init__(self, settings: Settings, runtime_directory: Path, index: int) -> None:
+        """runtime_directory: private to this process; sockets go there."""
+        self._settings = settings
+        self._index = index
+        self._sockets = runtime_directory
+        self._ledger = settings.data / f"residency.{index}.jsonl"
+        self._starts = 0
+        self._group: PlacementGroup | None = None
+        self._actors: list[Any] = []
+
+    async def start(self) -> Mapping[Worker, str]:
+        """Starts the three actors and their servers; returns the address of each.
+
+        Raises StartupError with the worker's own message if one cannot be built, or if there is no free GPU.
+        """
+        self._starts += 1
+        resource = "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
+        # One bundle with a whole GPU, shared by the three, pins them to the same one.
+        self._group = placement_group([{resource: 1}])
+        try:
+            await asyncio.wait_for(self._group.ready(), PLACEMENT_TIMEOUT_S)
+        except TimeoutError:
+            raise StartupError(f"lane {self._index}: no free {resource} within {PLACEMENT_TIMEOUT_S:.0f} s") from None
+        share: dict[str, Any] = {"num_gpus": SHARE} if resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
+        actor_class = ray.remote(WorkerActor)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        started = []
+        for worker, config in self._configs().items():
+            actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy, **share).remote(
+                PACKAGES[worker], config
+            )
+            self._actors.append(actor)
+            started.append(actor.start.remote(self._address(worker)))
+        try:
+            addresses = await asyncio.wait_for(asyncio.gather(*started), START_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise StartupError(f"lane {self._index}: {_cause(error)}") from error
+        except TimeoutError:
+            raise StartupError(f"lane {self._index}: not started within {START_TIMEOUT_S:.0f} s") from None
+        log.info("lane %d is up on one %s: %s", self._index, resource, addresses)
+        return dict(zip(self._configs(), addresses, strict=True))
+
+    async def stop(self) -> None:
+        """Ends the actors, by force if they do not end by themselves, and gives the GPU back."""
+        actors, self._actors = self._actors, []
+        try:
+            await asyncio.wait_for(asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True), 10.0)
+        except TimeoutError:
+            log.warning("lane %d: workers did not stop in time", self._index)
+        for actor in actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _configs(self) -> dict[Worker, WorkerConfig]:
+        settings = self._settings
+        common: dict[str, Any] = {
+            "model_directory": settings.model,
+            "device": settings.device,
+            # Ray sets OMP_NUM_THREADS=1 for actors that ask for no CPU; the workers take turns, so each gets all.
+            "threads": settings.threads or os.cpu_count() or 1,
+            "ledger": self._ledger,
+        }
+        return {
+            Worker.TEXT_ENCODER: TextEncoderConfig(**common),
+            Worker.DIT: DitConfig(adapter=settings.adapter, **common),
+            Worker.VAE: VaeConfig(video_bit_rate=settings.video_bit_rate, **common),
+        }
+
+    def _address(self, worker: Worker) -> str:
+        if self._settings.worker_transport == "tcp":
+            return "127.0.0.1:0"
+        # A fresh name per start: the socket file of a killed worker may still be there.
+        return f"unix:{self._sockets}/{self._index}-{worker.value}-{self._starts}.sock"
+
+
+def _cause(error: BaseException) -> str:
+    """The worker's own message, without Ray's traceback around it."""
+    cause = getattr(error, "cause", None)
+    return str(cause) if cause is not None else str(error).strip().splitlines()[-1]

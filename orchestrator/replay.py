@@ -1,0 +1,72 @@
+"""The log of one job: every event, on disk before anyone sees it, read by any number of readers at their own pace.
+
+A reader holds one event in memory and never slows the writer; one that stalls or goes away costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from h3stream.errors import GenerationError
+from h3stream.v1 import video_pb2
+
+
+class JobLog:
+    """Events of one job, numbered from 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._ends = array("Q")  # end offset of each event in the file: all that memory holds of it
+        self._grown = asyncio.Event()
+        self._is_closed = False
+        self._error: GenerationError | None = None
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, event: video_pb2.Event) -> None:
+        """Writes an event and tells the readers."""
+        assert not self._is_closed, "event after the end of the job"
+        assert event.seq == len(self._ends), f"event {event.seq} appended as number {len(self._ends)}"
+        data = event.SerializeToString()
+        start = self._ends[-1] if self._ends else 0
+        view = memoryview(data)
+        while view:
+            view = view[os.pwrite(self._fd, view, start + len(data) - len(view)) :]
+        self._ends.append(start + len(data))
+        self._wake()
+
+    def close(self, error: GenerationError | None) -> None:
+        """Marks the job's end; readers that reach it stop, or raise `error`."""
+        self._is_closed = True
+        self._error = error
+        self._wake()
+
+    async def read(self, from_seq: int = 0) -> AsyncIterator[video_pb2.Event]:
+        """Yields the events from `from_seq` on, waiting for more until the job ends; raises the job's error, if any."""
+        seq = from_seq
+        while True:
+            grown = self._grown
+            while seq < len(self._ends):
+                start = self._ends[seq - 1] if seq else 0
+                data = os.pread(self._fd, self._ends[seq] - start, start)
+                yield video_pb2.Event.FromString(data)
+                seq += 1
+            if self._is_closed:
+                if self._error is not None:
+                    raise self._error.with_traceback(None)  # one error, many readers
+                return
+            await grown.wait()
+
+    def _wake(self) -> None:
+        # Each waiter holds the event that was current when it looked, so none can miss what came after.
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+    def __del__(self) -> None:
+        # The last reader or the job's removal, whichever is later, closes the file.
+        os.close(self._fd)

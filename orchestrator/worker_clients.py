@@ -1,0 +1,179 @@
+"""The three workers as the session sees them. gRPC and its errors end in this file.
+
+Tensors pass through as the parts they arrive in: the orchestrator never looks inside a latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from core.phases import Worker
+from h3stream.codec import clip_spec_to_proto
+from h3stream.errors import NotReadyError, WorkerLostError
+from h3stream.request import ClipSpec
+from h3stream.status import from_rpc_error
+from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.rpc import connect
+
+TensorParts = tuple[types_pb2.TensorPart, ...]
+"""Whole tensors, cut for the wire, in order."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A noise forward of the chunk being sampled is done."""
+
+    step: int
+    """Forwards done so far in this chunk."""
+
+
+class WorkerClient:
+    """What every worker offers: what it is, and its hold on the device."""
+
+    def __init__(self, worker: Worker, address: str) -> None:
+        self.worker = worker
+        self._channel = connect(address)
+        self._lifecycle: Any = workers_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def describe(self) -> workers_pb2.DescribeResponse:
+        """What the worker is and what it holds."""
+        with self._errors():
+            response: workers_pb2.DescribeResponse = await self._lifecycle.Describe(workers_pb2.DescribeRequest())
+            return response
+
+    async def enter_phase(self) -> int:
+        """Brings the weights onto the device; returns their bytes."""
+        with self._errors():
+            response = await self._lifecycle.EnterPhase(workers_pb2.EnterPhaseRequest())
+            return int(response.device_weight_bytes)
+
+    async def leave_phase(self) -> workers_pb2.LeavePhaseResponse:
+        """Takes the weights off the device, behind whatever the worker is doing."""
+        with self._errors():
+            response: workers_pb2.LeavePhaseResponse = await self._lifecycle.LeavePhase(workers_pb2.LeavePhaseRequest())
+            return response
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if type(error) is NotReadyError:  # the transport's own answer: nobody is listening any more
+                error = WorkerLostError(f"the {self.worker.value} worker is gone: {error.message}")
+            raise error from rpc_error
+
+
+class TextEncoderClient(WorkerClient):
+    """Prompt to hidden states."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(Worker.TEXT_ENCODER, address)
+        self._stub: Any = workers_pb2_grpc.TextEncoderServiceStub(self._channel)
+
+    async def lookup(self, prompt: str) -> TensorParts | None:
+        """The hidden states of a prompt encoded before, or None. Needs no phase."""
+        with self._errors():
+            responses = [r async for r in self._stub.LookupEmbedding(workers_pb2.LookupEmbeddingRequest(prompt=prompt))]
+        return _tensors(responses) if responses[0].header.is_cached else None
+
+    async def encode(self, prompt: str) -> TensorParts:
+        """The hidden states of a prompt."""
+        with self._errors():
+            return _tensors([r async for r in self._stub.Encode(workers_pb2.EncodeRequest(prompt=prompt))])
+
+
+class DitClient(WorkerClient):
+    """The streaming rollout."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(Worker.DIT, address)
+        self._stub: Any = workers_pb2_grpc.DitServiceStub(self._channel)
+
+    async def open_session(
+        self, session_id: str, clip: ClipSpec, embedding: TensorParts
+    ) -> workers_pb2.DitServiceOpenSessionResponse:
+        """Draws the noise and puts the text into the KV cache."""
+        message = workers_pb2.DitServiceOpenSessionRequest
+        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
+        with self._errors():
+            response: workers_pb2.DitServiceOpenSessionResponse = await self._stub.OpenSession(
+                iter([message(header=header), *(message(tensor=part) for part in embedding)])
+            )
+            return response
+
+    async def sample_chunk(self, session_id: str, chunk_index: int) -> AsyncIterator[StepDone | TensorParts]:
+        """Yields a StepDone per noise forward, then the chunk's latents."""
+        request = workers_pb2.SampleChunkRequest(session_id=session_id, chunk_index=chunk_index)
+        latents = []
+        with self._errors():
+            async for response in self._stub.SampleChunk(request):
+                if response.HasField("step"):
+                    yield StepDone(response.step.step)
+                else:
+                    latents.append(response.tensor)
+        yield tuple(latents)
+
+    async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
+        """Puts the chunk sampled last into the KV cache."""
+        request = workers_pb2.CommitChunkRequest(session_id=session_id, chunk_index=chunk_index)
+        with self._errors():
+            await self._stub.CommitChunk(request)
+
+    async def close_session(self, session_id: str) -> None:
+        """Frees a session, behind whatever the worker is doing."""
+        with self._errors():
+            await self._stub.CloseSession(workers_pb2.DitServiceCloseSessionRequest(session_id=session_id))
+
+
+class VaeClient(WorkerClient):
+    """Latents to media."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(Worker.VAE, address)
+        self._stub: Any = workers_pb2_grpc.VaeServiceStub(self._channel)
+
+    async def open_session(self, session_id: str, clip: ClipSpec, artifact_directory: str) -> None:
+        """Starts a clip."""
+        request = workers_pb2.VaeServiceOpenSessionRequest(
+            session_id=session_id, clip=clip_spec_to_proto(clip), artifact_directory=artifact_directory
+        )
+        with self._errors():
+            await self._stub.OpenSession(request)
+
+    async def decode_chunk(
+        self, session_id: str, chunk_index: int, latents: TensorParts
+    ) -> AsyncIterator[types_pb2.InitSegment | types_pb2.Fragment]:
+        """Yields what the chunk's latents made final: the init segment once, then fragments."""
+        message = workers_pb2.DecodeChunkRequest
+        header = workers_pb2.DecodeChunkHeader(session_id=session_id, chunk_index=chunk_index)
+        requests = [message(header=header), *(message(tensor=part) for part in latents)]
+        with self._errors():
+            async for response in self._stub.DecodeChunk(iter(requests)):
+                yield response.init_segment if response.HasField("init_segment") else response.fragment
+
+    async def finish(self, session_id: str) -> workers_pb2.FinishResponse:
+        """Completes the artifacts."""
+        with self._errors():
+            response: workers_pb2.FinishResponse = await self._stub.Finish(
+                workers_pb2.FinishRequest(session_id=session_id)
+            )
+            return response
+
+    async def close_session(self, session_id: str) -> None:
+        """Frees a session, behind whatever the worker is doing."""
+        with self._errors():
+            await self._stub.CloseSession(workers_pb2.VaeServiceCloseSessionRequest(session_id=session_id))
+
+
+def _tensors(responses: list[Any]) -> TensorParts:
+    return tuple(r.tensor for r in responses if r.HasField("tensor"))

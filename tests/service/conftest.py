@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h3stream.request import ClipSpec
+from h3stream.v1 import video_pb2, video_pb2_grpc
+from orchestrator.config import Settings
+from orchestrator.lane import Lane
+from orchestrator.model_info import ModelInfo
+from orchestrator.scheduler import Scheduler
+from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from services.common.rpc import RpcServer, connect
+from tests.service.fake_workers import FakeLaneHost, Script
+
+CLIP = ClipSpec(
+    num_frames=39, width=64, height=64, steps=2, video_shift=12.0, audio_shift=3.0, sink=2, window=2,
+    kv_storage="gpu", seed=0,
+)  # fmt: skip
+
+
+@dataclass
+class Service:
+    """The orchestrator on real sockets over fake workers."""
+
+    stub: Any
+    address: str
+    script: Script
+    hosts: list[FakeLaneHost]
+    scheduler: Scheduler
+    data: Path
+
+    @property
+    def host(self) -> FakeLaneHost:
+        return self.hosts[0]
+
+    async def generate(self, prompt: str = "a fox", **fields: Any) -> list[video_pb2.Event]:
+        request = video_pb2.GenerateRequest(prompt=prompt, **fields)
+        return [response.event async for response in self.stub.Generate(request)]
+
+
+@pytest.fixture
+def num_lanes() -> int:
+    return 1
+
+
+@pytest.fixture
+def max_queued_jobs() -> int:
+    return 4
+
+
+@pytest.fixture
+async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int) -> AsyncIterator[Service]:
+    script = Script()
+    hosts = []
+    for index in range(num_lanes):
+        (tmp_path / str(index)).mkdir()
+        hosts.append(FakeLaneHost(tmp_path / str(index), script))
+    settings = Settings(model=tmp_path, data=tmp_path, lanes=num_lanes, max_queued_jobs=max_queued_jobs)
+    scheduler = Scheduler([Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3)
+    server = RpcServer((SERVICE_NAME,))
+    servicer = VideoServicer(scheduler, ModelInfo("fake", CLIP, "made of fakes"), settings)
+    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
+    address = await server.start("127.0.0.1:0")
+    await scheduler.start()
+    channel = connect(address)
+    yield Service(video_pb2_grpc.VideoServiceStub(channel), address, script, hosts, scheduler, tmp_path)
+    for gate in script.gates.values():
+        gate.set()
+    await channel.close()
+    await scheduler.stop(0, asyncio.Event())
+    await server.stop(grace_s=0)

@@ -1,0 +1,217 @@
+"""Three small workers that behave: real gRPC servers on unix sockets, real residency, made-up latents and media.
+
+Each can be told to fail or to wait at a named point, so that tests decide what happens and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from core.clock import TICKS_PER_FRAME, emission_table
+from core.geometry import num_samples
+from core.phases import Worker
+from h3stream.codec import clip_spec_from_proto
+from h3stream.errors import PhaseError
+from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.ledger import ResidencyLedger
+from services.common.residency import DeviceWeights
+from services.common.rpc import RpcServer
+from services.common.tensors import to_parts
+from services.common.verbs import VerbRunner
+from services.common.worker import ServedWorker, WorkerServicer
+
+
+@dataclass
+class Script:
+    """What the workers are told to do at a point named "VERB" or "VERB:INDEX"."""
+
+    errors: dict[str, Exception] = field(default_factory=dict)
+    """Points that raise, once each."""
+    gates: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Points that wait for their event."""
+    calls: list[str] = field(default_factory=list)
+    """Points passed, in order."""
+
+    async def reach(self, point: str) -> None:
+        self.calls.append(point)
+        if point in self.errors:
+            raise self.errors.pop(point)
+        if point in self.gates:
+            await self.gates[point].wait()
+
+
+class FakeWorker:
+    def __init__(self, worker: Worker, ledger: Path) -> None:
+        self.name = worker.value
+        self.weights = DeviceWeights([nn.Linear(8, 8)], torch.device("cpu"), ResidencyLedger(ledger, worker.value))
+        self.weight_digests = {f"{worker.value}/model.safetensors": "00" * 32}
+        self.sessions: set[str] = set()
+
+    def session_ids(self) -> list[str]:
+        return sorted(self.sessions)
+
+
+class FakeTextEncoder(workers_pb2_grpc.TextEncoderServiceServicer):
+    def __init__(self, worker: FakeWorker, script: Script) -> None:
+        self.worker, self.script = worker, script
+        self.cache: set[str] = set()
+
+    async def LookupEmbedding(self, request, context):
+        found = request.prompt in self.cache
+        yield workers_pb2.LookupEmbeddingResponse(
+            header=workers_pb2.EmbeddingHeader(is_cached=found, num_tokens=3 if found else 0)
+        )
+        if found:
+            for part in to_parts("context", torch.ones(3, 4)):
+                yield workers_pb2.LookupEmbeddingResponse(tensor=part)
+
+    async def Encode(self, request, context):
+        self.worker.weights.require()
+        await self.script.reach("encode")
+        self.cache.add(request.prompt)
+        yield workers_pb2.EncodeResponse(header=workers_pb2.EmbeddingHeader(num_tokens=3))
+        for part in to_parts("context", torch.ones(3, 4)):
+            yield workers_pb2.EncodeResponse(tensor=part)
+
+
+class FakeDit(workers_pb2_grpc.DitServiceServicer):
+    def __init__(self, worker: FakeWorker, script: Script) -> None:
+        self.worker, self.script = worker, script
+        self.clips: dict[str, object] = {}
+
+    async def OpenSession(self, request_iterator, context):
+        self.worker.weights.require()
+        await self.script.reach("open")
+        header = (await anext(aiter(request_iterator))).header
+        self.clips[header.session_id] = clip_spec_from_proto(header.clip)
+        self.worker.sessions.add(header.session_id)
+        return workers_pb2.DitServiceOpenSessionResponse(kv_storage=header.clip.kv_storage)
+
+    async def SampleChunk(self, request, context):
+        self.worker.weights.require()
+        clip = self.clips[request.session_id]
+        for step in range(1, clip.steps + 1):
+            await self.script.reach(f"sample:{request.chunk_index}.{step}")
+            yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
+        for part in to_parts("video", torch.full((1, 24, 2, 2, 2), float(request.chunk_index + clip.seed % 97))):
+            yield workers_pb2.SampleChunkResponse(tensor=part)
+
+    async def CommitChunk(self, request, context):
+        self.worker.weights.require()
+        await self.script.reach(f"commit:{request.chunk_index}")
+        return workers_pb2.CommitChunkResponse(num_committed=request.chunk_index + 2)
+
+    async def CloseSession(self, request, context):
+        await self.script.reach("close")
+        was_open = request.session_id in self.worker.sessions
+        self.worker.sessions.discard(request.session_id)
+        return workers_pb2.DitServiceCloseSessionResponse(was_open=was_open)
+
+
+class FakeVae(workers_pb2_grpc.VaeServiceServicer):
+    def __init__(self, worker: FakeWorker, script: Script) -> None:
+        self.worker, self.script = worker, script
+        self.clips: dict[str, object] = {}
+
+    async def OpenSession(self, request, context):
+        self.clips[request.session_id] = clip_spec_from_proto(request.clip)
+        self.worker.sessions.add(request.session_id)
+        return workers_pb2.VaeServiceOpenSessionResponse()
+
+    async def DecodeChunk(self, request_iterator, context):
+        self.worker.weights.require()
+        requests = [r async for r in request_iterator]
+        header = requests[0].header
+        await self.script.reach(f"decode:{header.chunk_index}")
+        clip = self.clips[header.session_id]
+        emitted = (0, *emission_table(clip.num_frames))
+        first, stop = emitted[header.chunk_index], emitted[header.chunk_index + 1]
+        if stop == first:
+            return
+        if first == 0:
+            yield workers_pb2.DecodeChunkResponse(
+                init_segment=types_pb2.InitSegment(data=b"init", mime_type='video/mp4; codecs="avc1.64000a"')
+            )
+        latents = b"".join(r.tensor.data for r in requests[1:])
+        yield workers_pb2.DecodeChunkResponse(
+            fragment=types_pb2.Fragment(
+                data=b"fragment" + latents,
+                fragment_index=header.chunk_index,
+                chunk_index=header.chunk_index,
+                start_ticks=first * TICKS_PER_FRAME,
+                duration_ticks=(stop - first) * TICKS_PER_FRAME,
+                first_frame=first,
+                num_frames=stop - first,
+                num_samples_total=num_samples(clip.num_frames) * stop // clip.num_frames,
+                is_keyframe=True,
+            )
+        )
+
+    async def Finish(self, request, context):
+        await self.script.reach("finish")
+        return workers_pb2.FinishResponse(
+            audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1)
+        )
+
+    async def CloseSession(self, request, context):
+        was_open = request.session_id in self.worker.sessions
+        self.worker.sessions.discard(request.session_id)
+        return workers_pb2.VaeServiceCloseSessionResponse(was_open=was_open)
+
+
+_REGISTER = {
+    Worker.TEXT_ENCODER: (FakeTextEncoder, workers_pb2_grpc.add_TextEncoderServiceServicer_to_server),
+    Worker.DIT: (FakeDit, workers_pb2_grpc.add_DitServiceServicer_to_server),
+    Worker.VAE: (FakeVae, workers_pb2_grpc.add_VaeServiceServicer_to_server),
+}
+
+
+class FakeLaneHost:
+    """Hosts the three in this process; `kill` ends one without a word."""
+
+    def __init__(self, directory: Path, script: Script) -> None:
+        self.directory = directory
+        self.ledger = directory / "residency.jsonl"
+        self.script = script
+        self.workers: dict[Worker, FakeWorker] = {}
+        self.num_starts = 0
+        self._servers: dict[Worker, RpcServer] = {}
+        self._runners: list[VerbRunner] = []
+
+    async def start(self) -> Mapping[Worker, str]:
+        self.num_starts += 1
+        addresses = {}
+        for worker, (service, register) in _REGISTER.items():
+            fake = FakeWorker(worker, self.ledger)
+            runner = VerbRunner(worker.value)
+            server = RpcServer(())
+            served = ServedWorker(fake, runner, "", lambda _: None)
+            workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
+            register(service(fake, self.script), server.server)
+            addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")
+            self.workers[worker], self._servers[worker] = fake, server
+            self._runners.append(runner)
+        return addresses
+
+    async def kill(self, worker: Worker) -> None:
+        await self._servers[worker].stop(grace_s=0)
+        self.workers[worker].weights.leave()  # as the kernel frees the memory and the lock of a dead process
+
+    async def stop(self) -> None:
+        for server in self._servers.values():
+            await server.stop(grace_s=0)
+        for fake in self.workers.values():
+            fake.weights.leave()
+        for runner in self._runners:
+            runner.close()
+        self._servers, self._runners = {}, []
+
+
+def broken(message: str = "the kernel is out of order") -> Exception:
+    return PhaseError(message)

@@ -1,0 +1,85 @@
+"""What is refused, and how: before anything is queued, with every violation named."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from h3stream.v1 import video_pb2
+from services.common.ledger import read_ledger
+from tests.service.conftest import Service
+
+
+async def refusal(service: Service, request: video_pb2.GenerateRequest) -> dict[str, str]:
+    """Field to description, as a standard gRPC client reads it."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        [_ async for _ in service.stub.Generate(request)]
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    status = rpc_status.from_call(refused.value)
+    bad_request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(bad_request) for detail in status.details)
+    return {v.field: v.description for v in bad_request.field_violations}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "parts"),
+    [
+        ({"num_frames": 40}, "num_frames", ["40", "17k + 5", "39", "56"]),
+        ({"num_frames": 5}, "num_frames", ["5", "22"]),
+        ({"num_frames": 379}, "num_frames", ["379", "362"]),
+        ({"width": 100}, "width", ["100", "32", "96", "128"]),
+        ({"height": 0}, "height", ["0", "32"]),
+        ({"width": 1408, "height": 768}, "width", ["1408", "768", "1056768"]),
+        ({"steps": 0}, "steps", ["0", "1", "100"]),
+        ({"video_shift": float("nan")}, "video_shift", ["nan"]),
+        ({"audio_shift": -1.0}, "audio_shift", ["-1", "0.01"]),
+        ({"sink": 0}, "sink", ["0", "1", "64"]),
+        ({"window": 65}, "window", ["65", "64"]),
+        ({"prompt": ""}, "prompt", []),
+        ({"prompt": "a <|image_pad|> b"}, "prompt", ["<|image_pad|>"]),
+        ({"prompt": "x" * 16_385}, "prompt", ["16385", "16384"]),
+        ({"kv_storage": 9}, "kv_storage", ["9"]),
+        ({"unlimited_window": False}, "unlimited_window", []),
+    ],
+)
+async def test_a_bad_field_is_named_with_value_rule_and_nearest(
+    service: Service, fields: dict[str, object], field: str, parts: list[str]
+) -> None:
+    request = video_pb2.GenerateRequest(**{"prompt": "a fox", **fields})
+    violations = await refusal(service, request)
+    assert field in violations, violations
+    assert all(part in violations[field] for part in parts), violations[field]
+    assert service.scheduler.jobs() == []
+    assert not service.host.ledger.exists(), read_ledger(service.host.ledger)
+
+
+async def test_every_violation_is_told_at_once(service: Service) -> None:
+    violations = await refusal(service, video_pb2.GenerateRequest(prompt="", num_frames=23, width=33, steps=101))
+    assert set(violations) == {"prompt", "num_frames", "width", "steps"}
+
+
+async def test_an_unknown_field_is_refused_and_not_dropped(service: Service) -> None:
+    request = video_pb2.GenerateRequest(prompt="a fox")
+    request.MergeFromString(bytes([0xFA, 0x07, 0x03]) + b"abc")  # field 127, of a future version
+    violations = await refusal(service, request)
+    assert any("127" in text for text in (*violations, *violations.values()))
+
+
+async def test_a_plan_tells_what_generate_would_make_and_makes_nothing(service: Service) -> None:
+    request = video_pb2.GenerateRequest(prompt="a fox", num_frames=192, unlimited_window=True)
+    plan = (await service.stub.PlanGeneration(video_pb2.PlanGenerationRequest(generation=request))).plan
+    assert (plan.num_noise_forwards, plan.num_clean_forwards) == (2 * 12, 11)
+    assert [c.num_frames_emitted for c in plan.chunks] == [*range(0, 171, 17), 187][:11] + [192]
+    assert not plan.clip.HasField("window")
+    assert service.scheduler.jobs() == []
+
+
+async def test_server_info_states_limits_defaults_and_weights(service: Service) -> None:
+    info = await service.stub.GetServerInfo(video_pb2.GetServerInfoRequest())
+    assert (info.default_clip.num_frames, info.max_message_bytes, info.max_prompt_bytes) == (39, 1 << 20, 16_384)
+    assert list(info.valid_num_frames) == list(range(22, 363, 17))
+    assert {name.partition("/")[0] for name in info.weight_digests} == {"text_encoder", "dit", "vae"}
+    assert info.library_versions["torch"]
+    assert info.settings["max_queued_jobs"] == "4"
