@@ -131,9 +131,13 @@ async def test_a_worker_that_raises_fails_the_job_and_not_the_next(service: Serv
 async def test_what_was_delivered_before_a_failure_stays_delivered(service: Service) -> None:
     service.script.errors["decode:2"] = RuntimeError("no")
     received = []
-    with pytest.raises(grpc.aio.AioRpcError):
+
+    async def receive() -> None:
         async for response in service.stub.Generate(video_pb2.GenerateRequest(prompt="a fox")):
             received.append(response.event)
+
+    with pytest.raises(grpc.aio.AioRpcError):
+        await receive()
     assert [e.fragment.num_frames for e in received if e.HasField("fragment")] == [17]
     assert "stream_complete" not in kinds(received)
 
