@@ -1,0 +1,322 @@
+"""The `h3stream` command. Results go to standard output, everything else to standard error.
+
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted (Ctrl-C, SIGTERM), 141 the reader of `-o -` has gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from h3stream.client import Client, Generation
+from h3stream.clip_file import ClipFile
+from h3stream.embedded import EmbeddedServer, model_directory, require_server_package, serve_command
+from h3stream.errors import (
+    GenerationError,
+    InvalidRequestError,
+    JobCancelledError,
+    OverloadedError,
+    StartupError,
+)
+from h3stream.events import Plan
+from h3stream.progress import Display, Lines, LiveBar, Tally
+from h3stream.request import KV_STORAGES, GenerateRequest
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
+STANDARD_OUTPUT = "-"
+DEFAULT_COLUMNS = 80
+"""For terminals that do not know their width."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status."""
+    parser = _parser()
+    arguments, extra = parser.parse_known_args(argv)
+    if extra and arguments.run is not serve:
+        parser.error(f"unknown arguments: {' '.join(extra)}")
+    arguments.extra = extra
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the job is cancelled, the child stopped
+    try:
+        return int(arguments.run(arguments) or 0)
+    except InvalidRequestError as error:
+        _say(_describe(error))
+        return EXIT_BAD_INPUT
+    except GenerationError as error:
+        _say(_describe(error))
+        return EXIT_FAILED
+    except StartupError as error:
+        _say(f"h3stream: {error}")
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        _say("h3stream: interrupted")
+        return EXIT_INTERRUPTED
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """`h3stream generate`: makes a clip."""
+    request = _request(arguments)
+    output: str = arguments.output
+    is_piped = output == STANDARD_OUTPUT
+    if is_piped and sys.stdout.isatty():
+        _say(
+            "h3stream: standard output is a terminal; pipe it into a player, e.g. h3stream generate ... -o - | ffplay -"
+        )
+        return EXIT_BAD_INPUT
+    if not is_piped and not Path(output).absolute().parent.is_dir():
+        _say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
+        return EXIT_BAD_INPUT
+    tally = Tally()
+    with _connected(arguments) as client, client.generate(request) as events:
+        try:
+            _deliver(events, output, tally)
+        except (KeyboardInterrupt, OSError) as error:
+            _cancel_quietly(client, events.job_id)
+            if isinstance(error, BrokenPipeError) and is_piped:
+                _say("h3stream: the reader has gone; the job is cancelled")
+                return EXIT_READER_GONE
+            if isinstance(error, OSError):
+                _say(f"h3stream: cannot write {output}: {error.strerror}; the job is cancelled")
+                return EXIT_FAILED
+            _say(f"h3stream: interrupted; the job is cancelled{_kept(output, tally)}")
+            return EXIT_INTERRUPTED
+        except GenerationError:
+            if kept := _kept(output, tally):
+                _say(kept.removeprefix("; "))
+            raise
+    results = sys.stderr if is_piped else sys.stdout
+    for line in [*tally.summary(), *(f"warning: {message}" for message in tally.warnings)]:
+        print(line, file=results)
+    if not is_piped:
+        print(output)
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """`h3stream plan`: tells what a request would make."""
+    request = _request(arguments)
+    with _connected(arguments) as client:
+        result = client.plan(request)
+    if arguments.json:
+        _print_json(result)
+    else:
+        print("\n".join(_plan_table(result)))
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """`h3stream serve`: becomes the server; every argument is the server's own."""
+    require_server_package()
+    extra: list[str] = arguments.extra
+    has_model = any(argument.partition("=")[0] in ("--model", "--config", "-h", "--help") for argument in extra)
+    if not has_model and "H3STREAM_MODEL" not in os.environ:
+        extra = ["--model", str(model_directory(None, os.environ, _say)), *extra]
+    command = serve_command(extra)
+    os.execv(command[0], command)
+
+
+def info(arguments: argparse.Namespace) -> None:
+    """`h3stream info`: prints the server's facts."""
+    with Client(arguments.server) as client:
+        _print_json(client.server_info())
+
+
+def job(arguments: argparse.Namespace) -> None:
+    """`h3stream job`: prints what is known of a job."""
+    with Client(arguments.server) as client:
+        _print_json(client.job(arguments.job_id))
+
+
+def cancel(arguments: argparse.Namespace) -> None:
+    """`h3stream cancel`: cancels a job and waits until its lane is free."""
+    with Client(arguments.server) as client:
+        print(client.cancel(arguments.job_id).state)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="h3stream", description="Video with sound from a prompt, streamed while it is sampled.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"h3stream {metadata.version('h3stream')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="make a clip", allow_abbrev=False)
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help='file to write, or "-" for standard output'
+    )
+    _add_request_arguments(command)
+    command.add_argument(
+        "--cancel-on-disconnect",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cancel the job if this command ends before it (default: yes)",
+    )
+    command.set_defaults(run=generate)
+
+    command = commands.add_parser("plan", help="tell what a request would make", allow_abbrev=False)
+    _add_request_arguments(command)
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    command.set_defaults(run=plan, cancel_on_disconnect=False)
+
+    command = commands.add_parser(
+        "serve",
+        help="run the server; takes the server's options, --help lists them",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=serve)
+
+    for name, run, text in (("job", job, "tell what is known of a job"), ("cancel", cancel, "cancel a job")):
+        command = commands.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument("job_id", metavar="JOB")
+        command.add_argument("--server", required=True, metavar="HOST:PORT")
+        command.set_defaults(run=run)
+    command = commands.add_parser("info", help="tell the server's versions, limits and defaults", allow_abbrev=False)
+    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    command.set_defaults(run=info)
+    return parser
+
+
+def _add_request_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("prompt", metavar="PROMPT", help="what to show and what to sound like")
+    place = command.add_mutually_exclusive_group()
+    place.add_argument("--server", metavar="HOST:PORT", help="a running server (default: start one for this command)")
+    place.add_argument("--model", type=Path, metavar="DIR", help="model directory for the server that is started")
+    group = command.add_argument_group("request", "What is left out takes the server's default.")
+    group.add_argument("--frames", type=int, help="frames at 24 per second: 17k + 5, from 22 to 362")
+    group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
+    group.add_argument("--height", type=int, help="canvas height in pixels, a multiple of 32")
+    group.add_argument("--seed", type=int, help="seed of the clip")
+    group.add_argument("--steps", type=int, help="noise forwards per chunk")
+    group.add_argument("--video-shift", type=float, help="shift of the video sigma grid")
+    group.add_argument("--audio-shift", type=float, help="shift of the audio sigma grid")
+    group.add_argument("--sink", type=int, help="first KV cache entries that are kept for the whole clip")
+    group.add_argument("--window", type=_window, metavar="N|all", help="most recent chunks kept beside the sink")
+    group.add_argument("--kv-storage", choices=KV_STORAGES, help="where the KV cache lives")
+
+
+def _window(text: str) -> Any:
+    return text if text == "all" else int(text)
+
+
+def _request(arguments: argparse.Namespace) -> GenerateRequest:
+    return GenerateRequest(
+        arguments.prompt,
+        num_frames=arguments.frames,
+        width=arguments.width,
+        height=arguments.height,
+        steps=arguments.steps,
+        video_shift=arguments.video_shift,
+        audio_shift=arguments.audio_shift,
+        sink=arguments.sink,
+        window=arguments.window,
+        kv_storage=arguments.kv_storage,
+        seed=arguments.seed,
+        cancel_on_disconnect=arguments.cancel_on_disconnect,
+    )
+
+
+@contextmanager
+def _connected(arguments: argparse.Namespace) -> Iterator[Client]:
+    """A client of the server that was named, or of one that is started for the block."""
+    if arguments.server:
+        with Client(arguments.server) as client:
+            yield client
+        return
+    require_server_package()
+    model = model_directory(arguments.model, os.environ, _say)
+    with EmbeddedServer(model, _say) as server, Client(server.address) as client:
+        try:
+            yield client
+        except (InvalidRequestError, JobCancelledError):
+            raise
+        except GenerationError:
+            # The log goes with the server.
+            _say(f"the service's log ends with:\n{server.log_tail()}")
+            raise
+
+
+def _deliver(events: Generation, output: str, tally: Tally) -> None:
+    started_s = time.monotonic()
+    display: Display
+    if sys.stderr.isatty():
+        display = LiveBar(sys.stderr, lambda: os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS)
+    else:
+        display = Lines(sys.stderr)
+    # Written past sys.stdout, so nothing waits in a buffer and nothing complains at exit if the reader has gone.
+    with ClipFile(os.dup(sys.stdout.fileno()) if output == STANDARD_OUTPUT else output) as file:
+        try:
+            for event in events:
+                file.write(event)
+                elapsed_s = time.monotonic() - started_s
+                tally.add(event, elapsed_s)
+                display.show(tally, event, elapsed_s)
+        finally:
+            display.close()
+
+
+def _cancel_quietly(client: Client, job_id: str) -> None:
+    if job_id:
+        try:
+            client.cancel(job_id)
+        except GenerationError as error:
+            _say(_describe(error))
+
+
+def _kept(output: str, tally: Tally) -> str:
+    if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
+        return ""
+    return f"; {output} keeps the {tally.num_frames_emitted} of {tally.num_frames} frames that had arrived"
+
+
+def _plan_table(plan: Plan) -> list[str]:
+    clip = plan.clip
+    window = "all chunks" if clip.window is None else f"window {clip.window}"
+    rows = [
+        f"{index:5}  {chunk.video_start:>6}-{chunk.video_stop:<6} {chunk.audio_start:>6}-{chunk.audio_stop:<6}"
+        f" {chunk.num_frames_emitted:>10}"
+        for index, chunk in enumerate(plan.chunks)
+    ]
+    return [
+        f"{clip.num_frames} frames of {clip.width}x{clip.height}, {clip.num_frames / 24:.2f} s, "
+        f"{plan.num_samples} samples, about {plan.expected_stream_bytes} bytes",
+        f"{clip.steps} steps, shifts {clip.video_shift:g} and {clip.audio_shift:g}, sink {clip.sink}, {window}, "
+        f"KV on {clip.kv_storage}, seed {clip.seed}",
+        f"{plan.num_noise_forwards} noise forwards, {plan.num_clean_forwards} clean forwards",
+        "",
+        "chunk  video latents audio latents frames out",
+        *rows,
+        *(f"warning: {warning.message}" for warning in plan.warnings),
+    ]
+
+
+def _describe(error: GenerationError) -> str:
+    if isinstance(error, InvalidRequestError) and error.violations:
+        lines = [f"  {violation.field}: {violation.description}" for violation in error.violations]
+        return "\n".join(["h3stream: the request is not valid", *lines])
+    text = f"h3stream: {error.reason}: {error.message}"
+    facts = [f"job {error.job_id}"] if error.job_id else []
+    facts += [f"phase {error.phase}"] if error.phase else []
+    facts += [f"chunk {error.chunk_index}"] if error.chunk_index >= 0 else []
+    facts += [f"try again in {error.retry_after_s:g} s"] if isinstance(error, OverloadedError) else []
+    return "\n".join([text, *([f"  {', '.join(facts)}"] if facts else [])])
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(dataclasses.asdict(value), indent=2, default=str))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The blocking client. `h3stream.aio` is its asynchronous twin, with the same verbs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from h3stream import codec
+from h3stream.channel import CHANNEL_OPTIONS
+from h3stream.clip_file import ClipFile
+from h3stream.events import Completed, Event, Plan
+from h3stream.job import Job, ServerInfo
+from h3stream.request import GenerateRequest, RequestOptions, make_request
+from h3stream.status import from_rpc_error
+from h3stream.stream import EventOrder, StallBudget
+from h3stream.v1 import video_pb2, video_pb2_grpc
+
+Response = TypeVar("Response")
+
+
+class Generation(Iterator[Event]):
+    """One generation in progress: an iterator over its events.
+
+    Closing it early (or leaving its `with` block, or dropping it) ends the call; the job goes on unless the request
+    says `cancel_on_disconnect`. Raises the error that ends the job; what was yielded before stays valid.
+    """
+
+    def __init__(self, call: Any, budget: StallBudget) -> None:
+        """call: a response stream of Generate."""
+        self._call = call
+        self._order = EventOrder()
+        self._events = _events(call, self._order, budget)
+
+    @property
+    def job_id(self) -> str:
+        """The job; empty until the first event has come."""
+        return self._order.job_id
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Ends the call; changes nothing once it has ended."""
+        self._events.close()
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """A connection to one server, made when the first call needs it. Every call raises a GenerationError if it fails.
+
+    Nothing is tried twice. May be used from several threads.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+        """address: "HOST:PORT".  timeout_s: deadline of every call but `generate` and `save`."""
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = video_pb2_grpc.VideoServiceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    def generate(
+        self,
+        prompt: str | GenerateRequest,
+        *,
+        stall_timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """Makes a clip; returns an iterator over its events.
+
+        prompt: the prompt, or a whole request.  options: fields of GenerateRequest.
+        stall_timeout_s: raise DeadlineError once the job has stood still for so long, waiting in the queue included;
+        heartbeats only show that it is alive. None waits for ever.
+        """
+        request = make_request(prompt, options)
+        budget = StallBudget(stall_timeout_s)
+        return Generation(self._stub.Generate(codec.request_to_proto(request)), budget)
+
+    def save(
+        self,
+        prompt: str | GenerateRequest,
+        path: str | os.PathLike[str],
+        *,
+        stall_timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Completed:
+        """Makes a clip in the file `path`, which is playable at every moment; returns the last event.
+
+        If the job fails, the file keeps what had arrived. Arguments are those of `generate`.
+        """
+        with ClipFile(path) as file, self.generate(prompt, stall_timeout_s=stall_timeout_s, **options) as events:
+            for event in events:
+                file.write(event)
+        assert isinstance(event, Completed), event  # EventOrder lets no stream end otherwise
+        return event
+
+    def plan(self, prompt: str | GenerateRequest, **options: Unpack[RequestOptions]) -> Plan:
+        """What a request would make; nothing is made."""
+        request = codec.plan_request_to_proto(make_request(prompt, options))
+        return codec.plan_from_proto(self._call(self._stub.PlanGeneration, request).plan)
+
+    def job(self, job_id: str) -> Job:
+        """What is known of a job."""
+        request = video_pb2.GetJobRequest(job_id=job_id)
+        return codec.job_from_proto(self._call(self._stub.GetJob, request).job)
+
+    def cancel(self, job_id: str) -> Job:
+        """Cancels a job; returns it once its lane is free. Changes nothing if it has ended."""
+        request = video_pb2.CancelJobRequest(job_id=job_id)
+        return codec.job_from_proto(self._call(self._stub.CancelJob, request).job)
+
+    def server_info(self) -> ServerInfo:
+        """The server's versions, model, limits, defaults and settings."""
+        response = self._call(self._stub.GetServerInfo, video_pb2.GetServerInfoRequest())
+        return codec.server_info_from_proto(response)
+
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: Callable[..., Response], request: Any) -> Response:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _events(call: Any, order: EventOrder, budget: StallBudget) -> Generator[Event, None, None]:
+    # Not a method: a generator that held its Generation would keep a dropped one, and so its call, alive.
+    try:
+        while True:
+            started_s = time.monotonic()
+            response = _receive(call, order, budget)
+            if response is None:
+                break
+            event = order.accept(response)
+            budget.spend(time.monotonic() - started_s, event)
+            yield event
+        order.end()
+    finally:
+        call.cancel()
+
+
+def _receive(call: Any, order: EventOrder, budget: StallBudget) -> video_pb2.GenerateResponse | None:
+    """The next response, None at the end."""
+    is_stalled = threading.Event()
+
+    def give_up() -> None:
+        is_stalled.set()
+        call.cancel()
+
+    # A blocking read takes no timeout; a timer that cancels the call is its only end from outside.
+    timer = None if budget.left_s is None else threading.Timer(budget.left_s, give_up)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        response: video_pb2.GenerateResponse | None = next(call, None)
+    except grpc.RpcError as error:
+        if is_stalled.is_set():
+            raise budget.exceeded(order.job_id) from error
+        raise from_rpc_error(error) from error
+    finally:
+        if timer is not None:
+            timer.cancel()
+    return response

@@ -1,0 +1,161 @@
+"""The service as a child of this process, for when there is no server: started, awaited, stopped.
+
+The child never outlives its parent: it stops when its standard input closes, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from h3stream.errors import StartupError
+
+STARTUP_TIMEOUT_S = 900.0
+"""A large model on a slow disk takes minutes."""
+STARTUP_REPORT_S = 10.0
+"""How often a user who waits is told so."""
+STOP_TIMEOUT_S = 20.0
+"""After that the child is killed; stopping Ray takes about 2 s."""
+LOG_TAIL_LINES = 20
+
+_ANNOUNCEMENT = "listening on "
+# -P: a folder of the user's that happens to be called `orchestrator` or `tools` must not be run.
+_PYTHON = [sys.executable, "-P", "-m"]
+
+
+def require_server_package() -> None:
+    """Raises StartupError if the server is not installed here."""
+    if importlib.util.find_spec("orchestrator") is None:
+        raise StartupError(
+            "the server is not installed here: install h3stream-server, or use a running server with --server HOST:PORT"
+        )
+
+
+def model_directory(given: Path | None, environment: Mapping[str, str], report: Callable[[str], None]) -> Path:
+    """The model to serve: the one given, else $H3STREAM_MODEL, else a tiny model in the user's cache.
+
+    The tiny model is made if it is not there yet. Raises StartupError if that fails.
+    """
+    if given is not None:
+        return given
+    if "H3STREAM_MODEL" in environment:
+        return Path(environment["H3STREAM_MODEL"])
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "h3stream" / "tiny-model"
+    if not (directory / "model_index.json").exists():
+        report(f"making the tiny model {directory}")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        made = subprocess.run([*_PYTHON, "tools.make_tiny_model", str(directory)], capture_output=True, text=True)
+        if made.returncode != 0:
+            raise StartupError(f"the tiny model cannot be made:\n{_tail(made.stderr)}")
+    return directory
+
+
+def serve_command(arguments: list[str]) -> list[str]:
+    """The command line that runs the server with these arguments."""
+    return [*_PYTHON, "orchestrator", *arguments]
+
+
+class EmbeddedServer:
+    """The service on a free port of this machine, for as long as the `with` block lasts."""
+
+    def __init__(self, model: Path, report: Callable[[str], None]) -> None:
+        """model: model directory.  report: told, in a line, what a waiting user should know.
+
+        Entering the block raises StartupError if the service does not start.
+        """
+        self.address = ""
+        """"HOST:PORT" once the block is entered."""
+        self._model = model
+        self._report = report
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        require_server_package()
+        self._directory = tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True)
+        data = Path(self._directory.name) / "data"
+        data.mkdir()
+        self._log_path = Path(self._directory.name) / "server.log"
+        command = serve_command(["--model", str(self._model), "--listen", "127.0.0.1:0", "--data", str(data)])
+        self._report(f"starting the service on {self._model}")
+        started_s = time.monotonic()
+        with open(self._log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                # Nothing can be worth draining when the only user stops.
+                [*command, "--drain-s", "0", "--exit-with-parent"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # A Ctrl-C in the terminal is for this process, which then cancels the job and stops the child.
+                start_new_session=True,
+            )
+        try:
+            self.address = self._await_address(started_s)
+        except BaseException:
+            self._stop()
+            raise
+        self._report(f"ready after {time.monotonic() - started_s:.1f} s")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def log_tail(self) -> str:
+        """The last lines of the service's log."""
+        return _tail(self._log_path.read_text(errors="replace"))
+
+    def _await_address(self, started_s: float) -> str:
+        assert self._process.stdout is not None
+        threading.Thread(target=_forward_lines, args=(self._process.stdout, self._lines), daemon=True).start()
+        while (waited_s := time.monotonic() - started_s) < STARTUP_TIMEOUT_S:
+            try:
+                line = self._lines.get(timeout=STARTUP_REPORT_S)
+            except queue.Empty:
+                self._report(f"still starting after {waited_s + STARTUP_REPORT_S:.0f} s")
+                continue
+            if line is None:
+                code = self._process.wait()
+                raise StartupError(f"the service ended with exit status {code}; its log ends with:\n{self.log_tail()}")
+            if line.startswith(_ANNOUNCEMENT):
+                return line.removeprefix(_ANNOUNCEMENT).strip()
+        raise StartupError(f"the service has not started within {STARTUP_TIMEOUT_S:g} s:\n{self.log_tail()}")
+
+    def _stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own, so the group holds only its children
+            self._process.wait()
+        self._directory.cleanup()
+
+
+def _forward_lines(output: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:
+    """Hands on lines up to the announcement, then reads on so that the child never blocks on its output."""
+    is_announced = False
+    with output:
+        for data in output:
+            if not is_announced:
+                line = data.decode(errors="replace")
+                is_announced = line.startswith(_ANNOUNCEMENT)
+                lines.put(line)
+    lines.put(None)
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])

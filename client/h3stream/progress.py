@@ -1,0 +1,164 @@
+"""What a user sees of a generation: what the events add up to, as one line, as a live bar, as a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from h3stream.events import Accepted, Completed, Event, Fragment, JobWarning, PhaseChange, Progress, StreamComplete
+
+MIN_BAR_COLUMNS = 8
+"""A shorter bar says nothing; the line then goes without."""
+
+
+class Tally:
+    """What the events of a job add up to so far."""
+
+    def __init__(self) -> None:
+        self.phase = "waiting"
+        self.chunk_index = -1
+        self.num_chunks = 0
+        self.step = 0
+        self.num_steps = 0
+        self.queue_position = 0
+        self.num_frames = 0
+        """Frames of the whole clip."""
+        self.num_frames_emitted = 0
+        self.first_fragment_s: float | None = None
+        """Seconds from the start of the call to the first fragment's arrival."""
+        self.warnings: list[str] = []
+        """Messages of the plan's warnings and the job's, each once."""
+        self.stream: StreamComplete | None = None
+        self.completed: Completed | None = None
+
+    def add(self, event: Event, elapsed_s: float) -> None:
+        """Takes the next event, which arrived `elapsed_s` seconds after the start of the call."""
+        match event:
+            case Accepted():
+                self.num_chunks, self.num_steps = len(event.plan.chunks), event.plan.clip.steps
+                self.num_frames = event.plan.clip.num_frames
+                for warning in event.plan.warnings:
+                    self._warn(warning.message)
+            case PhaseChange():
+                self.phase, self.chunk_index, self.step, self.queue_position = event.phase, event.chunk_index, 0, 0
+            case Progress():
+                self.phase, self.chunk_index, self.step = event.phase, event.chunk_index, event.step
+                self.queue_position = event.queue_position
+            case Fragment():
+                self.num_frames_emitted += event.num_frames
+                if self.first_fragment_s is None:
+                    self.first_fragment_s = elapsed_s
+            case JobWarning():
+                self._warn(event.message)
+            case StreamComplete():
+                self.stream = event
+            case Completed():
+                self.completed = event
+
+    @property
+    def fraction(self) -> float:
+        """How much of the work is done, from 0 to 1: chunks sampled, and steps of the one in work."""
+        if self.stream is not None:
+            return 1.0
+        if self.chunk_index < 0 or not self.num_chunks or not self.num_steps:
+            return 0.0
+        of_chunk = self.step / self.num_steps if self.phase == "denoise" else 1.0  # later phases follow the last step
+        return (self.chunk_index + of_chunk) / self.num_chunks
+
+    def describe(self) -> str:
+        """Where the job is, in a few words."""
+        parts = [self.phase]
+        if self.queue_position:
+            parts.append(f"behind {self.queue_position} job{'s' if self.queue_position > 1 else ''}")
+        if self.chunk_index >= 0:
+            parts.append(f"chunk {self.chunk_index + 1}/{self.num_chunks}")
+        if self.phase == "denoise":
+            parts.append(f"step {self.step}/{self.num_steps}")
+        if self.num_frames:
+            parts.append(f"{self.num_frames_emitted}/{self.num_frames} frames")
+        if self.first_fragment_s is not None:
+            parts.append(f"first at {self.first_fragment_s:.1f} s")
+        return "  ".join(parts)
+
+    def summary(self) -> list[str]:
+        """What a user wants to know of a finished job, in lines; empty if it is not finished."""
+        if self.stream is None or self.completed is None or self.first_fragment_s is None:
+            return []
+        early = self.completed.timings.num_frames_before_sampling_end
+        return [
+            f"first fragment after {self.first_fragment_s:.1f} s; "
+            f"{early} of {self.num_frames} frames were out before sampling ended",
+            f"{self.stream.num_frames} frames, {self.stream.num_samples} samples, {self.stream.num_bytes} bytes "
+            f"in {self.stream.num_fragments} fragments; {self.completed.timings.total_s:.1f} s in all",
+        ]
+
+    def _warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+
+class Display(Protocol):
+    """Shows a generation while it runs."""
+
+    def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
+        """Shows the state after an event."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the stream at the start of a line."""
+        ...
+
+
+class LiveBar:
+    """One line of a terminal, drawn anew at every event; warnings stay above it."""
+
+    def __init__(self, stream: TextIO, columns: Callable[[], int]) -> None:
+        """columns: the terminal's present width."""
+        self._stream = stream
+        self._columns = columns
+        self._num_warnings = 0
+
+    def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
+        """Draws the line."""
+        for message in tally.warnings[self._num_warnings :]:
+            self._stream.write(f"\r\x1b[K\x1b[1;33mwarning:\x1b[0m {message}\n")
+        self._num_warnings = len(tally.warnings)
+        # The last column stays free: a full line would wrap.
+        self._stream.write(f"\r{bar_line(tally, self._columns() - 1)}\x1b[K")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Keeps what the line says and goes to the next."""
+        self._stream.write("\n")
+        self._stream.flush()
+
+
+class Lines:
+    """A line for every phase and every warning, for streams that are no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._num_warnings = 0
+
+    def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
+        """Writes what is new."""
+        for message in tally.warnings[self._num_warnings :]:
+            self._stream.write(f"warning: {message}\n")
+        self._num_warnings = len(tally.warnings)
+        if isinstance(event, PhaseChange):
+            self._stream.write(f"{elapsed_s:7.1f} s  {tally.describe()}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Every line is whole already."""
+
+
+def bar_line(tally: Tally, columns: int) -> str:
+    """The tally as a bar and words, at most `columns` wide."""
+    words = tally.describe()
+    percent = f"{tally.fraction:4.0%}"
+    bar_columns = columns - len(words) - len(percent) - len("[] ") - len("  ")
+    if bar_columns < MIN_BAR_COLUMNS:
+        return f"{percent}  {words}"[:columns]
+    filled = int(bar_columns * tally.fraction)
+    return f"[{'#' * filled}{'.' * (bar_columns - filled)}] {percent}  {words}"
