@@ -1,0 +1,234 @@
+"""The verbs of the VAE worker: sessions, the order of their calls, repeated calls. No Ray, no gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from core.geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_LATENT_CHANNELS,
+    CANVAS_MULTIPLE,
+    VIDEO_LATENT_CHANNELS,
+    Chunk,
+    chunk_table,
+    latent_size,
+)
+from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.request import ClipSpec
+from services.common.ledger import ResidencyLedger
+from services.common.residency import DeviceWeights, resolve_device
+from services.common.verbs import Cancelled, VerbCancelled
+from services.vae.artifacts import ArtifactFile
+from services.vae.clip import ClipDecoder, SoundReport, StreamStart
+from services.vae.config import VaeConfig
+from services.vae.media.muxer import MediaFragment
+from services.vae.weights import load_models
+
+
+@dataclass(frozen=True)
+class ChunkFragment:
+    """A fragment and the chunk whose latents completed it."""
+
+    chunk_index: int
+    """From 0."""
+    media: MediaFragment
+    """The fragment."""
+
+
+Media = StreamStart | ChunkFragment
+"""What decoding a chunk gives: the start of the stream once, then fragments."""
+
+
+@dataclass(frozen=True)
+class FinishedClip:
+    """What a session made."""
+
+    artifacts: list[ArtifactFile]
+    """Complete files, in the session's artifact directory."""
+    sound: SoundReport
+    """Measurements of the soundtrack."""
+
+
+@dataclass
+class VaeSession:
+    """One clip in progress."""
+
+    clip: ClipSpec
+    """What is made."""
+    artifact_directory: Path | None
+    """Where artifacts go; None: none are written."""
+    decoder: ClipDecoder
+    """Its decoders, encoders and muxer."""
+    chunks: tuple[Chunk, ...]
+    """All chunks of the clip."""
+    num_decoded: int = 0
+    """Chunks decoded."""
+    last_answer: list[Media] = field(default_factory=list)
+    """What the last chunk gave, for a caller that asks again."""
+    is_broken: bool = False
+    """Whether a call ended half-way, so that the decoders no longer agree with the count."""
+    finished: FinishedClip | None = None
+    """What the session made, once finished."""
+
+
+class VaeWorker:
+    """Latents to media, for one session or several."""
+
+    name = "vae"
+
+    def __init__(self, config: VaeConfig) -> None:
+        """Loads the weights to the host. Raises CheckpointError if they are not what they should be."""
+        device = resolve_device(config.device)
+        self._config = config
+        self._models = load_models(config.model_directory, _video_dtype(config.video_dtype, device))
+        self.weight_digests = self._models.digests
+        ledger = ResidencyLedger(config.ledger, self.name) if config.ledger is not None else None
+        self.weights = DeviceWeights((self._models.video, self._models.audio), device, ledger)
+        self._sessions: dict[str, VaeSession] = {}
+
+    def session_ids(self) -> list[str]:
+        """Open sessions."""
+        return list(self._sessions)
+
+    def open_session(self, session_id: str, clip: ClipSpec, artifact_directory: Path | None) -> None:
+        """Starts a clip; needs no phase. Opening it again with the same clip and directory changes nothing.
+
+        Raises InvalidRequestError for a clip that cannot be, UnsupportedError if the session is another clip's,
+        MuxError if no encoder works, PhaseError if artifacts cannot be written.
+        """
+        session = self._sessions.get(session_id)
+        if session is not None:
+            if (session.clip, session.artifact_directory) != (clip, artifact_directory):
+                raise UnsupportedError(f"session {session_id!r} is open for another clip")
+            return
+        chunks = _chunks_of(session_id, clip)
+        decoder = ClipDecoder(
+            self._models,
+            self.weights.device,
+            clip,
+            artifact_directory,
+            video_bit_rate=self._config.video_bit_rate,
+            video_encoder=self._config.video_encoder,
+        )
+        self._sessions[session_id] = VaeSession(clip, artifact_directory, decoder, chunks)
+
+    def latent_shapes(self, session_id: str, chunk_index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a chunk's video `[1, 24, t, H, W]` and audio `[1, 32, 2, a]` latents.
+
+        Raises UnsupportedError for an unknown session, InvalidRequestError for a chunk that the clip does not have.
+        """
+        session = self._session(session_id)
+        if not 0 <= chunk_index < len(session.chunks):
+            raise InvalidRequestError(
+                f"chunk_index is {chunk_index}; the clip has chunks 0 to {len(session.chunks) - 1}"
+            )
+        chunk = session.chunks[chunk_index]
+        height, width = latent_size(session.clip.height), latent_size(session.clip.width)
+        return (
+            (1, VIDEO_LATENT_CHANNELS, chunk.num_video_latents, height, width),
+            (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, chunk.num_audio_latents),
+        )
+
+    def decode_chunk(
+        self,
+        session_id: str,
+        chunk_index: int,
+        video: torch.Tensor,
+        audio: torch.Tensor,
+        emit: Callable[[Media], None],
+        cancelled: Cancelled,
+    ) -> None:
+        """Decodes a chunk and emits the start of the stream (with chunk 0) and every fragment that has become final.
+
+        The tail chunk completes the stream. Repeating the last chunk emits the same again and needs no phase.
+        Raises UnsupportedError out of order or out of phase, and what `ClipDecoder.decode` raises; after one of those,
+        or a cancellation half-way, the session is of no more use.
+        """
+        session = self._session(session_id)
+        found = tuple(video.shape), tuple(audio.shape)
+        expected = self.latent_shapes(session_id, chunk_index)
+        if found != expected:
+            raise InvalidRequestError(f"the latents of chunk {chunk_index} have shapes {found}, expected {expected}")
+        if session.is_broken:
+            raise UnsupportedError(f"session {session_id!r} ended half-way through a chunk; open a new one")
+        if chunk_index == session.num_decoded - 1:
+            for media in session.last_answer:
+                emit(media)
+            return
+        if chunk_index != session.num_decoded:
+            raise UnsupportedError(
+                f"chunk {chunk_index} of {session_id!r} is out of order: next is {session.num_decoded}"
+            )
+        self.weights.require()
+        if cancelled():
+            raise VerbCancelled  # nothing has been touched, so the session stays good
+
+        answer: list[Media] = []
+
+        def answer_with(media: Media) -> None:
+            answer.append(media)
+            emit(media)
+
+        session.is_broken = True  # until the chunk is through
+        if chunk_index == 0:
+            answer_with(session.decoder.start)
+        session.decoder.decode(
+            session.chunks[chunk_index],
+            video,
+            audio,
+            lambda fragment: answer_with(ChunkFragment(chunk_index, fragment)),
+            cancelled,
+        )
+        session.last_answer = answer
+        session.num_decoded += 1
+        session.is_broken = False
+
+    def finish(self, session_id: str) -> FinishedClip:
+        """Completes the artifacts; needs no phase. Finishing again gives the same answer.
+
+        Raises UnsupportedError before every chunk has been decoded, MuxError or PhaseError if artifacts fail.
+        """
+        session = self._session(session_id)
+        if session.finished is None:
+            if session.is_broken or session.num_decoded < len(session.chunks):
+                raise UnsupportedError(
+                    f"session {session_id!r} has decoded {session.num_decoded} of {len(session.chunks)} chunks"
+                )
+            session.finished = FinishedClip(session.decoder.finish(), session.decoder.sound_report())
+        return session.finished
+
+    def close_session(self, session_id: str) -> bool:
+        """Frees a session and removes its incomplete artifacts; returns whether there was one."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        session.decoder.close()
+        return True
+
+    def _session(self, session_id: str) -> VaeSession:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise UnsupportedError(f"session {session_id!r} is not open") from None
+
+
+def _video_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "float16": torch.float16}[name]
+
+
+def _chunks_of(session_id: str, clip: ClipSpec) -> tuple[Chunk, ...]:
+    if not session_id:
+        raise InvalidRequestError("session_id is empty")
+    for name, size in (("width", clip.width), ("height", clip.height)):
+        if size < CANVAS_MULTIPLE or size % CANVAS_MULTIPLE:
+            raise InvalidRequestError(f"{name} is {size}; it must be a positive multiple of {CANVAS_MULTIPLE}")
+    try:
+        return chunk_table(clip.num_frames)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
