@@ -1,0 +1,68 @@
+"""Attention of one chunk's rows over the retained rows and their own; the kernel choice lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn.functional import scaled_dot_product_attention
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine of every row's angles, each `[N, 1, 48]` in the compute dtype."""
+Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes the rows' own K and V, returns all that they attend to."""
+
+
+def self_attention(attn: Any, hidden: Tensor, rotary: Rotary | None = None, gather: Gather | None = None) -> Tensor:
+    """The attention branch of one block over rows `[N, hidden]`.
+
+    attn: the published attention module; each projection is called, so adapters attached to it apply.
+    Norm per head, then rotation, then attention over what `gather` returns: the rows alone where it is None.
+    """
+    heads = (attn.heads, attn.head_dim)
+    query = attn.norm_q(attn.to_q(hidden).unflatten(-1, heads))  # [N, h, d]
+    key = attn.norm_k(attn.to_k(hidden).unflatten(-1, heads))
+    value = attn.to_v(hidden).unflatten(-1, heads)
+    if rotary is not None:
+        query, key = rotate(query, rotary), rotate(key, rotary)
+    if gather is not None:
+        key, value = gather(key, value)  # [P + N, h, d]
+    out: Tensor = attn.to_out[0](attend(query, key, value).flatten(1))
+    return out
+
+
+def rotate(rows: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates channel i of `[N, h, d]` against channel i + 48; the channels behind the rotated ones pass through.
+
+    One product is rounded in the rows' dtype, the other is fused with the sum; a CPU so gives the reference's bits.
+    """
+    cos, sin = rotary
+    half = cos.shape[-1]
+    first, second, rest = rows.split((half, half, rows.shape[-1] - 2 * half), dim=-1)
+    rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
+    return torch.cat((*rotated, rest), dim=-1)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softmax attention of `[N, h, d]` over `[P + N, h, d]` at scale `d^-0.5`; no mask: what is given is visible."""
+    q, k, v = (t.transpose(0, 1) for t in (query, key, value))  # [h, rows, d]
+    with _full_precision_math():
+        if q.is_cuda:
+            # PyTorch's fused kernels need a batch axis; the plain one would hold every head's weights at once.
+            return scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1)
+        return scaled_dot_product_attention(q, k, v).transpose(0, 1)  # the plain kernel: the reference's bits
+
+
+@contextmanager
+def _full_precision_math() -> Iterator[None]:
+    """Keeps the math kernel from summing in half precision, for this call only."""
+    before = cuda.fp16_bf16_reduction_math_sdp_allowed()
+    cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.allow_fp16_bf16_reduction_math_sdp(before)

@@ -1,0 +1,69 @@
+"""The seeded generator of a clip and the order of its draws.
+
+Drawn on the CPU, so a seed means the same clip on every device. The global generator is neither read nor written.
+Source: reference/raven-streaming.md §5.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_LATENT_CHANNELS,
+    VIDEO_LATENT_CHANNELS,
+    Chunk,
+    latent_size,
+    num_audio_latents,
+    num_video_latents,
+)
+from h3stream.request import ClipSpec
+from services.dit.rows import ChunkLatents
+
+
+class ClipNoise:
+    """Every draw of a clip: initial noise, context noise, then two draws a step."""
+
+    def __init__(self, clip: ClipSpec, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(clip.seed)
+        self._device = device
+        self._canvas = (latent_size(clip.height), latent_size(clip.width))
+        # The order of the four matters, and so does drawing the whole clip at once: all later draws share the stream.
+        whole = (num_video_latents(clip.num_frames), num_audio_latents(clip.num_frames))
+        self._initial = self._draw(*whole)
+        self._context = self._draw(*whole)
+
+    def initial(self, chunk: Chunk) -> ChunkLatents:
+        """What a chunk's first step starts from."""
+        return _slice(self._initial, chunk)
+
+    def context(self, chunk: Chunk) -> ChunkLatents:
+        """What a finished chunk is re-noised with in its clean forward."""
+        return _slice(self._context, chunk)
+
+    def step(self, chunk: Chunk) -> ChunkLatents:
+        """Fresh noise of a chunk's next step. Drawn even when the next sigma is 0: later chunks share the stream."""
+        return self._draw(chunk.num_video_latents, chunk.num_audio_latents)
+
+    def state(self) -> Tensor:
+        """Where the stream stands."""
+        return self._generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        """Goes back to where the stream stood."""
+        self._generator.set_state(state)
+
+    def _draw(self, video_latents: int, audio_latents: int) -> ChunkLatents:
+        video = self._normal(1, VIDEO_LATENT_CHANNELS, video_latents, *self._canvas)
+        audio = self._normal(1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, audio_latents)
+        return ChunkLatents(video, audio)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32).to(self._device)
+
+
+def _slice(clip: ChunkLatents, chunk: Chunk) -> ChunkLatents:
+    return ChunkLatents(
+        clip.video[:, :, chunk.video_start : chunk.video_stop], clip.audio[..., chunk.audio_start : chunk.audio_stop]
+    )

@@ -1,0 +1,53 @@
+"""Latents to rows of the transformer and back, and where the rows of a chunk lie in space and time.
+
+A chunk's rows are its audio (all of left, then all of right), then its video (latent, patch row, patch column).
+Source: reference/raven-streaming.md §2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from core.geometry import AUDIO_CHANNELS, PATCH, Chunk, chunk_positions
+
+
+@dataclass(frozen=True)
+class ChunkLatents:
+    """One chunk of both streams, or a quantity of the same shape (noise, velocity)."""
+
+    video: Tensor
+    """`[1, 24, T, H, W]` float32."""
+    audio: Tensor
+    """`[1, 32, 2, A]` float32."""
+
+
+def audio_rows(audio: Tensor) -> Tensor:
+    """`[1, 32, 2, A]` to `[2 A, 32]`."""
+    return audio[0].permute(1, 2, 0).flatten(0, 1)
+
+
+def rows_to_audio(rows: Tensor) -> Tensor:
+    """`[2 A, 32]` to `[1, 32, 2, A]`."""
+    audio: Tensor = rows.unflatten(0, (AUDIO_CHANNELS, -1)).permute(2, 0, 1)[None]
+    return audio
+
+
+def video_rows(video: Tensor) -> Tensor:
+    """`[1, 24, T, H, W]` to `[T H/2 W/2, 96]`; features run channel, patch row, patch column."""
+    _, channels, latents, height, width = video.shape
+    patches = video[0].reshape(channels, latents, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * PATCH * PATCH)
+
+
+def rows_to_video(rows: Tensor, latents: int, height: int, width: int) -> Tensor:
+    """`[T H/2 W/2, 96]` to `[1, 24, T, H, W]`; `height` and `width` count latents."""
+    patches = rows.reshape(latents, height // PATCH, width // PATCH, -1, PATCH, PATCH)
+    return patches.permute(3, 0, 1, 4, 2, 5).reshape(1, -1, latents, height, width)
+
+
+def chunk_position_ids(chunk: Chunk, num_tokens: int, height: int, width: int) -> Tensor:
+    """(t, h, w) of a chunk's rows, `[N, 3]` float64 on the host; `height` and `width` count latents."""
+    return torch.tensor(chunk_positions(chunk, num_tokens, height, width), dtype=torch.float64)

@@ -1,0 +1,114 @@
+"""DitService: decode the call, run the verb, encode the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import torch
+from grpc import aio  # type: ignore[attr-defined]
+
+from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto
+from h3stream.errors import InvalidRequestError
+from h3stream.v1 import workers_pb2, workers_pb2_grpc
+from services.common.tensors import TensorAssembler, to_parts
+from services.common.verbs import Cancelled, VerbRunner
+from services.common.worker import ServedWorker
+from services.dit.config import DitConfig
+from services.dit.worker import DitWorker
+
+
+def build(config: DitConfig) -> ServedWorker:
+    """Loads the model and puts its service in front. Raises StartupError if it cannot be loaded."""
+    worker = DitWorker(config)
+    runner = VerbRunner(worker.name)
+    servicer = DitServicer(worker, runner)
+
+    def register(server: aio.Server) -> None:
+        workers_pb2_grpc.add_DitServiceServicer_to_server(servicer, server)
+
+    return ServedWorker(
+        worker=worker,
+        runner=runner,
+        service_name="h3stream.v1.DitService",
+        register=register,
+        libraries=("torch", "diffusers", "safetensors"),
+    )
+
+
+class DitServicer(workers_pb2_grpc.DitServiceServicer):
+    """DitService over a worker whose verbs run on the runner's thread."""
+
+    def __init__(self, worker: DitWorker, runner: VerbRunner) -> None:
+        self._worker = worker
+        self._runner = runner
+
+    async def OpenSession(
+        self, request_iterator: AsyncIterator[workers_pb2.DitServiceOpenSessionRequest], context: Any
+    ) -> workers_pb2.DitServiceOpenSessionResponse:
+        header: workers_pb2.DitSessionHeader | None = None
+        tensors = TensorAssembler(
+            {
+                "context": ((torch.float32, torch.bfloat16), (None, self._worker.text_dim)),
+                "token_tags": ((torch.int64,), (None,)),
+            }
+        )
+        async for message in request_iterator:
+            is_header = message.WhichOneof("payload") == "header"
+            if is_header != (header is None):
+                raise InvalidRequestError("OpenSession takes one header, first, and then only tensors")
+            if is_header:
+                header = message.header
+            else:
+                tensors.add(message.tensor)
+        if header is None:
+            raise InvalidRequestError("OpenSession takes one header, first; the stream was empty")
+        session_id, clip, text = header.session_id, clip_spec_from_proto(header.clip), tensors.finish()
+        stats = await self._runner.run(
+            lambda cancelled: self._worker.open_session(
+                session_id, clip, text["context"], text["token_tags"], cancelled
+            )
+        )
+        return workers_pb2.DitServiceOpenSessionResponse(
+            kv_storage=KV_STORAGE_TO_PROTO[stats.storage], kv_storage_fallback_reason=stats.fallback_reason
+        )
+
+    async def SampleChunk(
+        self, request: workers_pb2.SampleChunkRequest, context: Any
+    ) -> AsyncIterator[workers_pb2.SampleChunkResponse]:
+        def verb(emit: Callable[[workers_pb2.SampleChunkResponse], None], cancelled: Cancelled) -> None:
+            def on_step(step: int, num_steps: int) -> None:
+                emit(workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=num_steps)))
+
+            latents = self._worker.sample_chunk(request.session_id, request.chunk_index, on_step, cancelled)
+            for name, tensor in (("video", latents.video), ("audio", latents.audio)):
+                for part in to_parts(name, tensor):
+                    emit(workers_pb2.SampleChunkResponse(tensor=part))
+
+        async for response in self._runner.stream(verb):
+            yield response
+
+    async def CommitChunk(
+        self, request: workers_pb2.CommitChunkRequest, context: Any
+    ) -> workers_pb2.CommitChunkResponse:
+        stats = await self._runner.run(
+            lambda cancelled: self._worker.commit_chunk(request.session_id, request.chunk_index, cancelled)
+        )
+        return workers_pb2.CommitChunkResponse(
+            num_committed=stats.num_committed,
+            retained_entries=stats.retained,
+            retained_rows=stats.retained_rows,
+        )
+
+    async def CloseSession(
+        self, request: workers_pb2.DitServiceCloseSessionRequest, context: Any
+    ) -> workers_pb2.DitServiceCloseSessionResponse:
+        stats = await self._runner.run(lambda _: self._worker.close_session(request.session_id))
+        if stats is None:
+            return workers_pb2.DitServiceCloseSessionResponse(was_open=False)
+        return workers_pb2.DitServiceCloseSessionResponse(
+            was_open=True,
+            num_noise_forwards=stats.num_noise_forwards,
+            num_clean_forwards=stats.num_clean_forwards,
+            peak_kv_bytes=stats.kv.peak_kv_bytes,
+        )
