@@ -1,0 +1,64 @@
+"""The verbs of the text encoder on plain tensors. They run one at a time, on one thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.common.ledger import ResidencyLedger
+from services.common.residency import DeviceWeights, resolve_device
+from services.common.verbs import Cancelled, VerbCancelled
+from services.text_encoder.config import TextEncoderConfig
+from services.text_encoder.embedding_cache import Embedding, EmbeddingCache, content_key
+from services.text_encoder.encoder import hidden_states
+from services.text_encoder.prompt import PromptTokenizer, check_prompt, token_tags
+from services.text_encoder.weights import load_language_model
+
+
+class TextEncoderWorker:
+    """Prompt to hidden states; needs its weights on the device only for prompts that it has not seen."""
+
+    name = "text_encoder"
+
+    def __init__(self, config: TextEncoderConfig) -> None:
+        """Loads weights and tokenizer into host memory. Raises CheckpointError if the model directory is at fault."""
+        directory = Path(config.model_directory)
+        model = load_language_model(directory / "text_encoder", config.dtype)
+        self._module = model.module
+        self._tokenizer = PromptTokenizer(directory / "tokenizer", model.vocab_size)
+        self._cache = EmbeddingCache(config.embedding_cache_bytes)
+        self._dtype = next(model.module.parameters()).dtype
+        ledger = None if config.ledger is None else ResidencyLedger(config.ledger, self.name)
+        self.weights = DeviceWeights([model.module], resolve_device(config.device), ledger)
+        self.weight_digests = {f"text_encoder/{name}": digest for name, digest in model.digests.items()}
+
+    def session_ids(self) -> list[str]:
+        """None: a prompt is one call."""
+        return []
+
+    def lookup(self, prompt: str) -> Embedding | None:
+        """The embedding of a prompt encoded before, or None. Needs no phase.
+
+        Raises InvalidRequestError for a prompt that cannot be encoded.
+        """
+        check_prompt(prompt)
+        return self._cache.get(self._key(prompt))
+
+    def encode(self, prompt: str, cancelled: Cancelled) -> tuple[Embedding, bool]:
+        """The embedding of a prompt and whether it was known already.
+
+        Raises InvalidRequestError for a prompt that cannot be encoded, UnsupportedError outside a phase, VerbCancelled
+        if the caller has gone before the forward.
+        """
+        found = self.lookup(prompt)
+        self.weights.require()
+        if found is not None:
+            return found, True
+        if cancelled():
+            raise VerbCancelled
+        ids = self._tokenizer.ids(prompt)
+        embedding = Embedding(hidden_states(self._module, ids, self.weights.device), token_tags(len(ids)))
+        self._cache.put(self._key(prompt), embedding)
+        return embedding, False
+
+    def _key(self, prompt: str) -> str:
+        return content_key(prompt, self.weight_digests, self._dtype)
