@@ -22,13 +22,14 @@ class TextEncoderWorker:
     def __init__(self, config: TextEncoderConfig) -> None:
         """Loads weights and tokenizer into host memory. Raises CheckpointError if the model directory is at fault."""
         directory = Path(config.model_directory)
+        device = resolve_device(config.device)  # first: a wrong name should not cost minutes of reading
         model = load_language_model(directory / "text_encoder", config.dtype)
         self._module = model.module
         self._tokenizer = PromptTokenizer(directory / "tokenizer", model.vocab_size)
         self._cache = EmbeddingCache(config.embedding_cache_bytes)
         self._dtype = next(model.module.parameters()).dtype
         ledger = None if config.ledger is None else ResidencyLedger(config.ledger, self.name)
-        self.weights = DeviceWeights([model.module], resolve_device(config.device), ledger)
+        self.weights = DeviceWeights([model.module], device, ledger)
         self.weight_digests = {f"text_encoder/{name}": digest for name, digest in model.digests.items()}
 
     def session_ids(self) -> list[str]:
