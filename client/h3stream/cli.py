@@ -281,8 +281,8 @@ def _plan_table(plan: Plan) -> list[str]:
     clip = plan.clip
     window = "all chunks" if clip.window is None else f"window {clip.window}"
     rows = [
-        f"{index:5}  {chunk.video_start:>6}-{chunk.video_stop:<6} {chunk.audio_start:>6}-{chunk.audio_stop:<6}"
-        f" {chunk.num_frames_emitted:>10}"
+        f"{index:5}{f'{chunk.video_start}:{chunk.video_stop}':>15}{f'{chunk.audio_start}:{chunk.audio_stop}':>15}"
+        f"{chunk.num_frames_emitted:>12}"
         for index, chunk in enumerate(plan.chunks)
     ]
     return [
@@ -292,7 +292,7 @@ def _plan_table(plan: Plan) -> list[str]:
         f"KV on {clip.kv_storage}, seed {clip.seed}",
         f"{plan.num_noise_forwards} noise forwards, {plan.num_clean_forwards} clean forwards",
         "",
-        "chunk  video latents audio latents frames out",
+        "chunk  video latents  audio latents  frames out",
         *rows,
         *(f"warning: {warning.message}" for warning in plan.warnings),
     ]

@@ -1,0 +1,270 @@
+"""A VideoService for tests of the client: small, real gRPC, and told by a script how to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from core.clock import TICKS_PER_FRAME, emission_table
+from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents, valid_frame_counts
+from h3stream import codec
+from h3stream.errors import FieldViolation, GenerationError, JobCancelledError, JobNotFoundError, OffGridError
+from h3stream.events import (
+    Accepted,
+    AudioHealth,
+    ChunkPlan,
+    Completed,
+    Event,
+    Fragment,
+    InitSegment,
+    JobWarning,
+    PhaseChange,
+    Plan,
+    PlanWarning,
+    Progress,
+    StreamComplete,
+    Timings,
+)
+from h3stream.job import Job, ServerInfo
+from h3stream.request import ClipSpec, GenerateRequest
+from h3stream.v1 import video_pb2, video_pb2_grpc
+from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
+
+DEFAULT_CLIP = ClipSpec(
+    num_frames=39, width=64, height=64, steps=2, video_shift=12.0, audio_shift=3.0, sink=2, window=2,
+    kv_storage="gpu", seed=0,
+)  # fmt: skip
+NOTICE = "the weights of this model are made up"
+HEARTBEAT_S = 0.02
+
+
+def plan_of(request: GenerateRequest) -> Plan:
+    """The plan of a request; what it leaves out is DEFAULT_CLIP's."""
+    names = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "kv_storage", "seed")
+    clip = replace(DEFAULT_CLIP, **{n: v for n in names if (v := getattr(request, n)) is not None})
+    if request.window is not None:
+        clip = replace(clip, window=None if request.window == "all" else request.window)
+    if clip.num_frames not in valid_frame_counts():
+        message = f"{clip.num_frames} is not 17k + 5"
+        raise OffGridError(message, violations=(FieldViolation("num_frames", message, "FRAMES_OFF_GRID"),))
+    chunks = chunk_table(clip.num_frames)
+    return Plan(
+        clip=clip,
+        chunks=tuple(
+            ChunkPlan(c.video_start, c.video_stop, c.audio_start, c.audio_stop, emitted)
+            for c, emitted in zip(chunks, emission_table(clip.num_frames), strict=True)
+        ),
+        num_video_latents=num_video_latents(clip.num_frames),
+        num_audio_latents=num_audio_latents(clip.num_frames),
+        num_samples=num_samples(clip.num_frames),
+        num_noise_forwards=clip.steps * len(chunks),
+        num_clean_forwards=len(chunks) - 1,
+        expected_stream_bytes=100_000,
+        warnings=(PlanWarning("MODEL_NOTICE", NOTICE),),
+    )
+
+
+def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
+    """The events of a job in which everything goes well."""
+    seq = 0
+    frames = 0
+
+    def event(cls: type[Any], **fields: Any) -> Any:
+        nonlocal seq
+        made = cls(seq=seq, job_id=job_id, media_time_ticks=frames * TICKS_PER_FRAME, **fields)
+        seq += 1
+        return made
+
+    yield event(Accepted, plan=plan)
+    yield event(PhaseChange, phase="encode", chunk_index=-1)
+    num_chunks, num_fragments, num_bytes, frames_before_end = len(plan.chunks), 0, 0, 0
+    for index, chunk in enumerate(plan.chunks):
+        yield event(PhaseChange, phase="denoise", chunk_index=index)
+        for step in range(1, plan.clip.steps + 1):
+            yield event(
+                Progress, phase="denoise", chunk_index=index, num_chunks=num_chunks, step=step,
+                num_steps=plan.clip.steps, num_frames_emitted=frames, queue_position=0, is_heartbeat=False,
+            )  # fmt: skip
+        frames_before_end = frames
+        yield event(PhaseChange, phase="decode", chunk_index=index)
+        if index == 1:
+            data = b"init of " + job_id.encode()
+            num_bytes += len(data)
+            yield event(
+                InitSegment, data=data, mime_type='video/mp4; codecs="avc1.64000a,mp4a.40.2"',
+                video_encoder="libx264", audio_encoder="aac",
+            )  # fmt: skip
+        if new := chunk.num_frames_emitted - frames:
+            data = bytes([index]) * 5000
+            start, frames = frames, chunk.num_frames_emitted
+            yield event(
+                Fragment, data=data, fragment_index=num_fragments, chunk_index=index,
+                start_ticks=start * TICKS_PER_FRAME, duration_ticks=new * TICKS_PER_FRAME, first_frame=start,
+                num_frames=new, num_samples_total=4000 * frames // 3, is_keyframe=True,
+            )  # fmt: skip
+            num_fragments += 1
+            num_bytes += len(data)
+    yield event(
+        StreamComplete, num_fragments=num_fragments, num_bytes=num_bytes, num_frames=frames,
+        num_samples=plan.num_samples,
+    )  # fmt: skip
+    yield event(JobWarning, reason="AUDIO_CLIPPED", message="3 audio samples are at full scale")
+    yield event(
+        Completed, artifacts=(), latents_sha256="ab" * 32, audio_health=AudioHealth(0.1, 1.0, 0.0, 3, 1.0),
+        timings=Timings(0.1, 0.2, 0.3, frames_before_end),
+    )  # fmt: skip
+
+
+def media_of(plan: Plan, job_id: str = "job-0") -> bytes:
+    """The stream of a job in which everything goes well."""
+    return b"".join(event.media for event in events_of(plan, job_id))
+
+
+@dataclass
+class Script:
+    """What goes wrong, and when. Positions are event numbers."""
+
+    refuse_with: GenerationError | None = None
+    """Raised by every call, at once."""
+    fail_at: int = -1
+    """Where `fail_with` is raised."""
+    fail_with: GenerationError | None = None
+    drop: int = -1
+    """The event that is left out."""
+    repeat: int = -1
+    """The event that is sent twice."""
+    stop_at: int = -1
+    """Where the stream ends as if all were well."""
+    stall_at: int = -1
+    """Where the job stands still, sending heartbeats until it is cancelled."""
+    silent_at: int = -1
+    """Where the server says nothing any more."""
+
+
+@dataclass
+class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
+    """Makes clips of fixed bytes and remembers what happened."""
+
+    script: Script = field(default_factory=Script)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    """Requests that were accepted, in order; the job of the n-th is "job-n"."""
+    cancelled: set[str] = field(default_factory=set)
+    """Jobs that CancelJob ended."""
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a caller ended its Generate call early."""
+
+    async def Generate(
+        self, request: video_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[video_pb2.GenerateResponse]:
+        self._refuse()
+        wanted = codec.request_from_proto(request)
+        plan = plan_of(wanted)
+        job_id = f"job-{len(self.requests)}"
+        self.requests.append(wanted)
+        script = self.script
+        extra = 0  # heartbeats that pushed the later events back
+        try:
+            for event in events_of(plan, job_id):
+                if event.seq == script.fail_at and script.fail_with is not None:
+                    raise script.fail_with
+                if event.seq == script.stop_at:
+                    return
+                if event.seq == script.silent_at:
+                    await asyncio.Event().wait()
+                while event.seq == script.stall_at:
+                    if job_id in self.cancelled:
+                        raise JobCancelledError(f"{job_id} was cancelled", job_id=job_id)
+                    yield _response(heartbeat(event.seq + extra, plan, job_id))
+                    extra += 1
+                    await asyncio.sleep(HEARTBEAT_S)
+                if event.seq != script.drop:
+                    yield _response(event)
+                if event.seq == script.repeat:
+                    yield _response(event)
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where the caller went during a write
+            self.disconnected.set()
+            raise
+
+    async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
+        self._refuse()
+        job = self._job(request.job_id)
+        self.cancelled.add(job.job_id)
+        return video_pb2.CancelJobResponse(job=codec.job_to_proto(replace(job, state="cancelled")))
+
+    async def GetJob(self, request: video_pb2.GetJobRequest, context: Any) -> video_pb2.GetJobResponse:
+        self._refuse()
+        return video_pb2.GetJobResponse(job=codec.job_to_proto(self._job(request.job_id)))
+
+    async def PlanGeneration(
+        self, request: video_pb2.PlanGenerationRequest, context: Any
+    ) -> video_pb2.PlanGenerationResponse:
+        self._refuse()
+        plan = plan_of(codec.plan_request_from_proto(request))
+        return video_pb2.PlanGenerationResponse(plan=codec.plan_to_proto(plan))
+
+    async def GetServerInfo(
+        self, request: video_pb2.GetServerInfoRequest, context: Any
+    ) -> video_pb2.GetServerInfoResponse:
+        self._refuse()
+        return codec.server_info_to_proto(SERVER_INFO)
+
+    def _refuse(self) -> None:
+        if self.script.refuse_with is not None:
+            raise self.script.refuse_with
+
+    def _job(self, job_id: str) -> Job:
+        number = job_id.removeprefix("job-")
+        if not number.isdecimal() or int(number) >= len(self.requests):
+            raise JobNotFoundError(f"there is no job {job_id!r}", job_id=job_id)
+        return Job(
+            job_id=job_id,
+            state="running",
+            plan=plan_of(self.requests[int(number)]),
+            num_events=3,
+            num_frames_emitted=17,
+            create_time=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        )
+
+
+SERVER_INFO = ServerInfo(
+    server_version="0.1.0",
+    library_versions={"torch": "2"},
+    model_name="fake",
+    weight_digests={"transformer": "00ff"},
+    default_clip=DEFAULT_CLIP,
+    valid_num_frames=valid_frame_counts(),
+    max_canvas_pixels=1376 * 768,
+    max_prompt_bytes=16_384,
+    max_message_bytes=MAX_MESSAGE_BYTES,
+    max_queued_jobs=4,
+    num_lanes=1,
+    settings={"threads": "0"},
+)
+
+
+def heartbeat(seq: int, plan: Plan, job_id: str) -> Progress:
+    """An event that only shows that the job is alive."""
+    return Progress(
+        seq=seq, job_id=job_id, media_time_ticks=0, phase="denoise", chunk_index=0, num_chunks=len(plan.chunks), step=0,
+        num_steps=plan.clip.steps, num_frames_emitted=0, queue_position=0, is_heartbeat=True,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def serve_video(service: FakeVideoService) -> AsyncIterator[str]:
+    """Serves on a free port, with the server's own limits and error handling; yields the address."""
+    server = RpcServer(("h3stream.v1.VideoService",))
+    video_pb2_grpc.add_VideoServiceServicer_to_server(service, server.server)
+    address = await server.start("127.0.0.1:0")
+    try:
+        yield address
+    finally:
+        await server.stop(grace_s=0)
+
+
+def _response(event: Event) -> video_pb2.GenerateResponse:
+    return video_pb2.GenerateResponse(event=codec.event_to_proto(event))

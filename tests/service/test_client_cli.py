@@ -1,0 +1,326 @@
+"""The `h3stream` command as a process of its own, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from h3stream import Fragment, GenerateRequest, MuxError, OverloadedError
+from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+
+PLAN = plan_of(GenerateRequest("a fox"))
+FIRST = next(e for e in events_of(PLAN) if isinstance(e, Fragment))
+CLI = [sys.executable, "-m", "h3stream.cli"]
+
+
+@dataclass
+class Result:
+    status: int
+    out: bytes
+    err: str
+
+
+Run = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def service() -> FakeVideoService:
+    return FakeVideoService()
+
+
+@pytest.fixture
+async def address(service: FakeVideoService) -> AsyncIterator[str]:
+    async with serve_video(service) as address:
+        yield address
+
+
+async def start(*arguments: str, cwd: Path) -> Process:
+    return await asyncio.create_subprocess_exec(*CLI, *arguments, cwd=cwd, stdout=PIPE, stderr=PIPE)
+
+
+async def finish(process: Process) -> Result:
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return Result(process.returncode, out, err.decode())
+
+
+@pytest.fixture
+def run(address: str, tmp_path: Path) -> Run:
+    async def run(*arguments: str) -> Result:
+        return await finish(await start(*arguments, "--server", address, cwd=tmp_path))
+
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_generate_writes_the_stream_and_tells_how_it_went(run: Run, tmp_path: Path) -> None:
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert result.status == 0, result.err
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+    lines = result.out.decode().splitlines()
+    assert re.fullmatch(r"first fragment after \d+\.\d s; 17 of 39 frames were out before sampling ended", lines[0])
+    num_bytes = len(media_of(PLAN))
+    assert lines[1] == f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; 0.3 s in all"
+    assert lines[2:] == [f"warning: {NOTICE}", "warning: 3 audio samples are at full scale", "clip.mp4"]
+
+
+async def test_progress_that_is_no_terminal_is_plain_lines(run: Run) -> None:
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert "\r" not in result.err
+    assert "\x1b" not in result.err
+    lines = [line.split("s  ", 1)[1] for line in result.err.splitlines() if not line.startswith("warning")]
+    assert lines[:3] == [
+        "encode  0/39 frames",
+        "denoise  chunk 1/3  step 0/2  0/39 frames",
+        "decode  chunk 1/3  0/39 frames",
+    ]
+    assert re.fullmatch(r"denoise  chunk 3/3  step 0/2  17/39 frames  first at \d+\.\d s", lines[5])
+    assert f"warning: {NOTICE}" in result.err.splitlines()
+
+
+async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None:
+    options = (
+        "--frames 22 --width 96 --height 128 --seed 18446744073709551615 --steps 3 --video-shift 5.5 --audio-shift 2 "
+        "--sink 4 --window all --kv-storage cpu_pinned --no-cancel-on-disconnect"
+    )
+    result = await run("generate", "a fox", "-o", "clip.mp4", *options.split())
+    assert result.status == 0, result.err
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--window", "1")
+    assert result.status == 0, result.err
+    assert service.requests == [
+        GenerateRequest(
+            "a fox", num_frames=22, width=96, height=128, seed=2**64 - 1, steps=3, video_shift=5.5, audio_shift=2.0,
+            sink=4, window="all", kv_storage="cpu_pinned",
+        ),
+        GenerateRequest("a fox", window=1, cancel_on_disconnect=True),
+    ]  # fmt: skip
+
+
+async def test_standard_output_carries_the_stream_and_nothing_else(run: Run) -> None:
+    result = await run("generate", "a fox", "-o", "-")
+    assert result.status == 0
+    assert result.out == media_of(PLAN)
+    assert "first fragment after" in result.err
+
+
+async def test_standard_output_carries_each_fragment_as_it_comes(
+    address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(stall_at=FIRST.seq + 1)
+    process = await start("generate", "a fox", "-o", "-", "--server", address, cwd=tmp_path)
+    assert process.stdout is not None
+    due = b"".join(event.media for event in events_of(PLAN) if event.seq <= FIRST.seq)
+    assert await asyncio.wait_for(process.stdout.readexactly(len(due)), 30) == due
+    process.send_signal(signal.SIGINT)
+    assert (await finish(process)).status == 130
+
+
+async def test_a_reader_that_goes_away_cancels_the_job(address: str, service: FakeVideoService, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "generate", "a fox", "-o", "-", "--server", address, cwd=tmp_path, stdout=write_end, stderr=PIPE
+    )
+    os.close(write_end)
+    os.close(read_end)
+    result = await finish(process)
+    assert result.status == 141
+    assert result.err.splitlines()[-1] == "h3stream: the reader has gone; the job is cancelled"
+    assert "Traceback" not in result.err
+    assert "Exception ignored" not in result.err
+    assert service.cancelled == {"job-0"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupt_cancels_the_job_and_keeps_what_had_arrived(
+    number: signal.Signals, address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(stall_at=FIRST.seq + 1)
+    process = await start("generate", "a fox", "-o", "clip.mp4", "--server", address, cwd=tmp_path)
+    due = b"".join(event.media for event in events_of(PLAN) if event.seq <= FIRST.seq)
+    clip = tmp_path / "clip.mp4"
+    await until(lambda: clip.exists() and clip.stat().st_size == len(due))
+    process.send_signal(number)
+    result = await finish(process)
+    assert result.status == 130
+    assert service.cancelled == {"job-0"}
+    assert result.err.splitlines()[-1] == (
+        "h3stream: interrupted; the job is cancelled; clip.mp4 keeps the 17 of 39 frames that had arrived"
+    )
+    assert "Traceback" not in result.err
+    assert clip.read_bytes() == due
+
+
+async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"older")
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--frames", "40")
+    assert (result.status, result.out) == (2, b"")
+    assert result.err == "h3stream: the request is not valid\n  num_frames: 40 is not 17k + 5\n"
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--seed", "-1", "--steps", "9999999999")
+    assert result.status == 2
+    assert result.err.splitlines() == [
+        "h3stream: the request is not valid",
+        "  steps: 9999999999 must be an integer from -2147483648 to 2147483647",
+        "  seed: -1 must be an integer from 0 to 18446744073709551615",
+    ]
+    assert (tmp_path / "clip.mp4").read_bytes() == b"older"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "a fox", "-o", "missing/clip.mp4"], "is no directory"),
+        (["generate", "a fox", "-o", "clip.mp4", "--frames", "many"], "--frames: invalid int value: 'many'"),
+        (["generate", "a fox", "-o", "clip.mp4", "--frame", "22"], "unknown arguments: --frame"),
+        (["generate", "a fox"], "required: -o/--output"),
+        (["generate", "a fox", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
+        (["paint", "a fox"], "invalid choice: 'paint'"),
+    ],
+)
+async def test_bad_arguments_end_with_status_2(
+    arguments: list[str], words: str, run: Run, service: FakeVideoService
+) -> None:
+    result = await run(*arguments)
+    assert result.status == 2
+    assert words in result.err
+    assert service.requests == []
+
+
+async def test_a_failure_mid_stream_says_why_and_keeps_what_had_arrived(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(
+        fail_at=FIRST.seq + 1, fail_with=MuxError("no encoder", job_id="job-0", phase="decode", chunk_index=1)
+    )
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert (result.status, result.out) == (1, b"")
+    assert result.err.splitlines()[-3:] == [
+        "clip.mp4 keeps the 17 of 39 frames that had arrived",
+        "h3stream: MUX_FAILED: no encoder",
+        "  job job-0, phase decode, chunk 1",
+    ]
+    assert len((tmp_path / "clip.mp4").read_bytes()) > 5000
+
+
+async def test_a_full_server_says_when_to_come_back(run: Run, service: FakeVideoService) -> None:
+    service.script = Script(refuse_with=OverloadedError("4 jobs wait already", retry_after_s=2.5))
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert (result.status, result.err) == (1, "h3stream: OVERLOADED: 4 jobs wait already\n  try again in 2.5 s\n")
+
+
+async def test_a_file_that_cannot_be_written_cancels_the_job(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    (tmp_path / "clip.mp4").mkdir()
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert result.status == 1
+    assert result.err.splitlines()[-1] == "h3stream: cannot write clip.mp4: Is a directory; the job is cancelled"
+    assert service.cancelled == {"job-0"}
+
+
+async def test_a_server_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    result = await finish(await start("info", "--server", "127.0.0.1:1", cwd=tmp_path))
+    assert result.status == 1
+    assert result.err.startswith("h3stream: NOT_READY: ")
+    assert "127.0.0.1:1" in result.err
+    assert "Traceback" not in result.err
+
+
+async def test_plan_prints_the_chunks(run: Run, service: FakeVideoService) -> None:
+    result = await run("plan", "a fox", "--seed", "7", "--window", "all")
+    assert result.status == 0
+    assert result.out.decode().splitlines() == [
+        "39 frames of 64x64, 1.62 s, 52000 samples, about 100000 bytes",
+        "2 steps, shifts 12 and 3, sink 2, all chunks, KV on gpu, seed 7",
+        "6 noise forwards, 2 clean forwards",
+        "",
+        "chunk  video latents  audio latents  frames out",
+        "    0            0:5           0:29           0",
+        "    1           5:10          29:57          17",
+        "    2          10:12          57:65          39",
+        f"warning: {NOTICE}",
+    ]
+    assert service.requests == []
+
+
+async def test_plan_prints_json(run: Run) -> None:
+    plan = json.loads((await run("plan", "a fox", "--json")).out)
+    assert plan["clip"]["num_frames"] == 39
+    assert [chunk["num_frames_emitted"] for chunk in plan["chunks"]] == [0, 17, 39]
+    assert plan["warnings"] == [{"reason": "MODEL_NOTICE", "message": NOTICE}]
+
+
+async def test_info_job_and_cancel_tell_what_the_server_knows(run: Run, service: FakeVideoService) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    info = json.loads((await run("info")).out)
+    assert (info["model_name"], info["max_message_bytes"]) == ("fake", 1 << 20)
+    job = json.loads((await run("job", "job-0")).out)
+    assert (job["state"], job["create_time"]) == ("running", "2026-01-02 03:04:05+00:00")
+    assert (await run("cancel", "job-0")).out == b"cancelled\n"
+    result = await run("job", "job-9")
+    assert (result.status, result.err) == (1, "h3stream: JOB_NOT_FOUND: there is no job 'job-9'\n  job job-9\n")
+
+
+async def test_version_is_the_distribution_s(tmp_path: Path) -> None:
+    result = await finish(await start("--version", cwd=tmp_path))
+    assert (result.status, result.out) == (0, b"h3stream 0.1.0\n")
+
+
+async def test_a_terminal_shows_one_line_that_fits_it(address: str, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "generate", "a fox", "-o", "clip.mp4", "--server", address,
+        cwd=tmp_path, stdout=PIPE, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    reading = asyncio.get_running_loop().run_in_executor(None, _read_all, controller)
+    assert (await finish_without_error(process)) == 0
+    shown = (await reading).decode()
+    os.close(controller)
+    drawn = [line.removesuffix("\x1b[K") for line in re.split(r"[\r\n]+", shown) if "frames" in line]
+    assert len(drawn) > 5
+    assert max(map(len, drawn)) <= 79
+    assert re.fullmatch(r"\[#+\] 100%  decode  chunk 3/3  39/39 frames  first at \d\.\d s", drawn[-1])
+    assert f"warning:\x1b[0m {NOTICE}" in shown
+
+
+async def test_a_stream_of_bytes_is_not_poured_into_a_terminal(address: str, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "generate", "a fox", "-o", "-", "--server", address, cwd=tmp_path, stdout=terminal, stderr=PIPE
+    )
+    result = await finish(process)
+    os.close(terminal)
+    os.close(controller)
+    assert result.status == 2
+    assert "standard output is a terminal" in result.err
+
+
+async def finish_without_error(process: Process) -> int:
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return process.returncode
+
+
+def _read_all(descriptor: int) -> bytes:
+    data = b""
+    while True:
+        try:
+            data += os.read(descriptor, 65536)
+        except OSError:  # how a terminal whose other end is closed says so
+            return data

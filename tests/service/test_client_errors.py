@@ -1,0 +1,158 @@
+"""Every error of the tree over a real connection: read by our SDK, and by the standard google.rpc packages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc import aio
+from grpc_status.rpc_status import aio as rpc_status
+
+from h3stream import AsyncClient, errors
+from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
+from h3stream.status import MAX_MESSAGE_BYTES, STATUS_OF
+from h3stream.v1 import video_pb2, video_pb2_grpc
+from tests.fakes import FakeVideoService, Script, serve_video
+
+VIOLATIONS = (
+    FieldViolation("num_frames", "40 is not 17k + 5; the nearest are 39 and 56", "FRAMES_OFF_GRID"),
+    FieldViolation("width", "65 ≠ a multiple of 32", "CANVAS"),
+)
+
+
+def example(cls: type[GenerationError]) -> GenerationError:
+    """An error of a class with everything in it that it can carry."""
+    facts = {"job_id": "job-3", "phase": "decode", "chunk_index": 0}
+    if issubclass(cls, InvalidRequestError):
+        return cls("what went wrong", violations=VIOLATIONS, **facts)
+    if issubclass(cls, OverloadedError):
+        return cls("what went wrong", retry_after_s=2.25, **facts)
+    return cls("what went wrong", **facts)
+
+
+@pytest.fixture
+def service() -> FakeVideoService:
+    return FakeVideoService()
+
+
+@pytest.fixture
+async def address(service: FakeVideoService) -> AsyncIterator[str]:
+    async with serve_video(service) as address:
+        yield address
+
+
+def test_the_table_covers_the_whole_tree() -> None:
+    def below(cls: type[GenerationError]) -> set[type[GenerationError]]:
+        return {cls}.union(*(below(child) for child in cls.__subclasses__()))
+
+    assert set(STATUS_OF) == below(GenerationError)
+    assert len({cls.reason for cls in STATUS_OF}) == len(STATUS_OF)
+
+
+@pytest.mark.parametrize("cls", STATUS_OF, ids=lambda cls: cls.__name__)
+async def test_the_sdk_raises_what_the_server_raised(
+    cls: type[GenerationError], address: str, service: FakeVideoService
+) -> None:
+    service.script = Script(refuse_with=example(cls))
+    async with AsyncClient(address) as client:
+        for call in (lambda: client.job("job-3"), lambda: anext(client.generate("a fox"))):
+            with pytest.raises(GenerationError) as caught:
+                await call()
+            assert type(caught.value) is cls
+            assert {**vars(caught.value)} == {**vars(example(cls))}
+            assert isinstance(caught.value.__cause__, grpc.RpcError)
+            assert caught.value.__cause__.code() == STATUS_OF[cls]
+
+
+@pytest.mark.parametrize("cls", STATUS_OF, ids=lambda cls: cls.__name__)
+async def test_any_grpc_library_reads_the_standard_details(
+    cls: type[GenerationError], address: str, service: FakeVideoService
+) -> None:
+    service.script = Script(refuse_with=example(cls))
+    async with aio.insecure_channel(address) as channel:
+        call = video_pb2_grpc.VideoServiceStub(channel).GetJob(video_pb2.GetJobRequest(job_id="job-3"))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await call
+        status = await rpc_status.from_call(call)
+    assert status is not None
+    assert (status.code, status.message) == (STATUS_OF[cls].value[0], "what went wrong")
+    assert caught.value.details() == "what went wrong"
+    found = {detail.type_url: detail for detail in status.details}
+
+    info = error_details_pb2.ErrorInfo()
+    assert found.pop("type.googleapis.com/google.rpc.ErrorInfo").Unpack(info)
+    assert (info.reason, info.domain) == (cls.reason, "h3stream")
+    assert dict(info.metadata) == {"job_id": "job-3", "phase": "decode", "chunk_index": "0"}
+    if issubclass(cls, InvalidRequestError):
+        bad_request = error_details_pb2.BadRequest()
+        assert found.pop("type.googleapis.com/google.rpc.BadRequest").Unpack(bad_request)
+        read = tuple(FieldViolation(v.field, v.description, v.reason) for v in bad_request.field_violations)
+        assert read == VIOLATIONS
+    if issubclass(cls, OverloadedError):
+        retry = error_details_pb2.RetryInfo()
+        assert found.pop("type.googleapis.com/google.rpc.RetryInfo").Unpack(retry)
+        assert (retry.retry_delay.seconds, retry.retry_delay.nanos) == (2, 250_000_000)
+    assert found == {}
+
+
+async def test_texts_too_long_for_a_trailer_are_cut_and_the_error_still_arrives(
+    address: str, service: FakeVideoService
+) -> None:
+    violations = tuple(FieldViolation(f"field {n}", "ß" * 400) for n in range(50))
+    service.script = Script(refuse_with=InvalidRequestError("ü" * 5000, violations=violations))
+    async with AsyncClient(address) as client:
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.job("job-3")
+    assert caught.value.message.endswith("ü…")
+    assert MAX_MESSAGE_BYTES - 2 <= len(caught.value.message.encode()) <= MAX_MESSAGE_BYTES
+    assert caught.value.violations[0] == violations[0]
+    assert caught.value.violations[-1].description == "this and 47 more fields are wrong too"
+
+
+async def test_an_unknown_field_of_the_request_is_refused_by_number(address: str) -> None:
+    request = video_pb2.GenerateRequest(prompt="a fox")
+    request.MergeFromString(b"\xf8\x07\x01")  # field 127, a varint
+    async with aio.insecure_channel(address) as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await video_pb2_grpc.VideoServiceStub(channel).Generate(request).read()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "field 127" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequestError),
+        (grpc.StatusCode.FAILED_PRECONDITION, errors.UnsupportedError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.UnsupportedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.OverloadedError),
+        (grpc.StatusCode.UNAVAILABLE, errors.NotReadyError),
+        (grpc.StatusCode.NOT_FOUND, errors.JobNotFoundError),
+        (grpc.StatusCode.CANCELLED, errors.JobCancelledError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
+        (grpc.StatusCode.DATA_LOSS, errors.BrokenStreamError),
+        (grpc.StatusCode.INTERNAL, errors.PhaseError),
+        (grpc.StatusCode.PERMISSION_DENIED, errors.GenerationError),
+        (grpc.StatusCode.UNKNOWN, errors.GenerationError),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("trailer", [b"", b"\xff\xffnot a status"], ids=["bare", "damaged"])
+async def test_a_status_without_a_readable_reason_still_has_a_class(
+    code: grpc.StatusCode, cls: type[GenerationError], trailer: bytes
+) -> None:
+    class Foreign(video_pb2_grpc.VideoServiceServicer):
+        async def GetJob(self, request: video_pb2.GetJobRequest, context: aio.ServicerContext) -> None:  # type: ignore[override]
+            await context.abort(code, "of another server", (("grpc-status-details-bin", trailer),) if trailer else ())
+
+    server = aio.server()
+    video_pb2_grpc.add_VideoServiceServicer_to_server(Foreign(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(GenerationError, match="of another server") as caught:
+            await client.job("job-3")
+    await server.stop(0)
+    assert type(caught.value) is cls
