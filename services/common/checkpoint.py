@@ -34,8 +34,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def header_digest(path: Path) -> str:
-    """SHA-256 of a safetensors file's header and size: identifies a file of many gigabytes without reading it."""
-    with path.open("rb") as file:
+    """SHA-256 of a safetensors file's header and size, without reading its many gigabytes.
+
+    It tells layouts, precisions and metadata apart, but not two trainings of one architecture saved alike.
+    Raises CheckpointError if the file is missing, cut off or something else.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path} is not a safetensors file: it is {len(prefix)} bytes long")

@@ -48,14 +48,20 @@ class ResidencyLedger:
             raise UnsupportedError(
                 f"{self._worker} cannot enter its phase: another worker's weights are on the device"
             ) from None
+        try:
+            self._write(fd, "enter", device_weight_bytes)
+        except OSError:  # a full disk must not leave the lock behind
+            os.close(fd)
+            raise
         self._lock_fd = fd
-        self._write(fd, "enter", device_weight_bytes)
 
     def leave(self) -> None:
         """Gives the device up; the weights must be gone."""
         fd, self._lock_fd = self._lock_fd, -1
-        self._write(fd, "leave", 0)
-        os.close(fd)
+        try:
+            self._write(fd, "leave", 0)
+        finally:
+            os.close(fd)
 
     def _write(self, fd: int, event: str, device_weight_bytes: int) -> None:
         entry = LedgerEntry(time.monotonic_ns(), self._worker, event, device_weight_bytes)

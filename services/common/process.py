@@ -1,4 +1,7 @@
-"""A worker as a process of its own: build it, serve it, stop it. Used by the Ray actor and by `python -m services.NAME`."""
+"""A worker as a process of its own: build it, serve it, stop it.
+
+Used by the Ray actor and by `python -m services.NAME`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class WorkerProcess:
 
 
 def main(package: str, config_class: type[WorkerConfig]) -> None:
-    """`python -m services.NAME --model DIR --listen ADDRESS`: serves one worker without Ray, until SIGTERM or SIGINT."""
+    """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
     parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
     for spec in dataclasses.fields(config_class):

@@ -1,7 +1,7 @@
 """Weights between host memory and the device: entering and leaving a phase.
 
-The owning copy lives in host memory and is never written, so leaving a phase frees without copying. On a machine without
-a GPU the device is the host and its copies are real copies: the same code runs and the same bytes are counted.
+The owning copy lives in host memory and is never written, so leaving a phase frees without copying. On a machine
+without a GPU the device is the host and its copies are real copies: the same code runs and the same bytes are counted.
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from h3stream.errors import DeviceMemoryError, UnsupportedError
+from h3stream.errors import ConfigError, DeviceMemoryError, UnsupportedError
 from services.common.ledger import ResidencyLedger
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of a configuration value; "auto" is the first GPU, else the CPU."""
+    """The device of a configuration value; "auto" is the first GPU, else the CPU.
+
+    Raises ConfigError for a name that is no device or a GPU that is not there.
+    """
+    has_gpu = torch.cuda.is_available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+        name = "cuda" if has_gpu else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'device {name!r} is unknown; it must be "auto", "cpu", "cuda" or "cuda:N"') from None
+    if device.type == "cuda" and not (has_gpu and (device.index or 0) < torch.cuda.device_count()):
+        raise ConfigError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} usable GPUs")
+    return device
 
 
 class DeviceWeights:
@@ -34,10 +44,13 @@ class DeviceWeights:
         """modules: loaded in host memory; their tensors become the owning copies."""
         self.device = device
         self._ledger = ledger
-        self._tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        self._host = [_pinned(t.data, device) for t in self._tensors]
-        for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.data = host
+        # By identity: a tensor that two modules share is one copy.
+        self._tensors = list({id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values())
+        self._host = []
+        for tensor in self._tensors:
+            # One by one, so that pinning never needs host memory for a second copy of all weights.
+            tensor.data = _pinned(tensor.data, device)
+            self._host.append(tensor.data)
         self.host_bytes = sum(t.nbytes for t in self._host)
         self.is_resident = False
 
@@ -63,6 +76,9 @@ class DeviceWeights:
         except torch.OutOfMemoryError as error:
             self._free()
             raise DeviceMemoryError(f"{self.host_bytes} bytes of weights do not fit on {self.device}") from error
+        except BaseException:  # whatever it was, half of the weights must not stay there nor the ledger's lock be held
+            self._free()
+            raise
         self.is_resident = True
 
     def leave(self) -> None:

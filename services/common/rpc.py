@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -48,6 +49,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        """The method's own handler, wrapped; methods that are not ours stay as they are."""
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith("/h3stream."):
@@ -60,10 +62,13 @@ class ErrorInterceptor(aio.ServerInterceptor):
             except Exception as error:
                 await _abort(context, method, error)
 
-        async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            # Writes instead of yielding: when the caller goes during a write, gRPC cancels this coroutine, so the
+            # handler's generator is closed here and now and not when the garbage collector finds it.
             try:
-                async for response in inner(request, context):
-                    yield response
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
             except Exception as error:
                 await _abort(context, method, error)
 
@@ -104,8 +109,10 @@ class RpcServer:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
 
-    async def start(self, address: str) -> str:
+    async def start(self, address: str, *, serving: bool = True) -> str:
         """Listens on "HOST:PORT" (port 0: any free one) or "unix:PATH"; returns the address to dial.
+
+        serving: what the health service answers from now on.
 
         Raises StartupError if the address cannot be bound.
         """
@@ -114,7 +121,7 @@ class RpcServer:
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address}: {error}") from error
         await self.server.start()
-        await self.set_serving(True)
+        await self.set_serving(serving)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:

@@ -1,10 +1,14 @@
-"""Tensors on the wire: dtype, shape and little-endian bytes, split to stay under the message limit and checked on arrival."""
+"""Tensors on the wire: dtype, shape and little-endian bytes.
+
+They are split to stay under the message limit and checked against the expected shape on arrival.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from h3stream.errors import InvalidRequestError
@@ -36,42 +40,56 @@ def to_parts(name: str, tensor: torch.Tensor) -> Iterator[types_pb2.TensorPart]:
         yield part
 
 
+@dataclass
+class _Incoming:
+    """A tensor that has arrived in part. Memory grows with what has arrived, not with what was announced."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytearray
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class TensorAssembler:
     """Collects the parts of the tensors of one call and refuses whatever was not expected."""
 
     def __init__(self, expected: Mapping[str, tuple[tuple[torch.dtype, ...], ExpectedShape]]) -> None:
         """expected: for each name the dtypes allowed and the shape."""
         self._expected = expected
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._filled: dict[str, int] = {}
+        self._incoming: dict[str, _Incoming] = {}
 
     def add(self, part: types_pb2.TensorPart) -> None:
         """Takes one part. Raises InvalidRequestError for anything but the next part of an expected tensor."""
-        if part.name not in self._tensors:
-            self._tensors[part.name] = self._allocate(part)
-            self._filled[part.name] = 0
-        target = self._tensors[part.name].reshape(-1).view(torch.uint8).numpy()
-        start = self._filled[part.name]
-        if part.offset_bytes != start or start + len(part.data) > target.nbytes:
+        incoming = self._incoming.get(part.name)
+        if incoming is None:
+            incoming = self._incoming[part.name] = self._announced(part)
+        elif part.shape or part.data_type:
+            raise InvalidRequestError(f"tensor {part.name!r}: a later part states its type or shape again")
+        start = len(incoming.data)
+        if part.offset_bytes != start or start + len(part.data) > incoming.num_bytes:
             raise InvalidRequestError(
                 f"tensor {part.name!r}: part at byte {part.offset_bytes} of {len(part.data)} bytes, "
-                f"expected byte {start} of {target.nbytes}"
+                f"expected byte {start} of {incoming.num_bytes}"
             )
-        target[start : start + len(part.data)] = np.frombuffer(part.data, np.uint8)
-        self._filled[part.name] = start + len(part.data)
+        incoming.data += part.data
 
     def finish(self) -> dict[str, torch.Tensor]:
         """All tensors by name, on the host. Raises InvalidRequestError if one is missing or incomplete."""
         for name in self._expected:
-            if name not in self._tensors:
+            if name not in self._incoming:
                 raise InvalidRequestError(f"tensor {name!r} is missing")
-            if self._filled[name] != self._tensors[name].nbytes:
-                raise InvalidRequestError(
-                    f"tensor {name!r} ends at byte {self._filled[name]} of {self._tensors[name].nbytes}"
-                )
-        return self._tensors
+            incoming = self._incoming[name]
+            if len(incoming.data) != incoming.num_bytes:
+                raise InvalidRequestError(f"tensor {name!r} ends at byte {len(incoming.data)} of {incoming.num_bytes}")
+        return {
+            name: torch.frombuffer(incoming.data, dtype=incoming.dtype).reshape(incoming.shape)
+            for name, incoming in self._incoming.items()
+        }
 
-    def _allocate(self, part: types_pb2.TensorPart) -> torch.Tensor:
+    def _announced(self, part: types_pb2.TensorPart) -> _Incoming:
         if part.name not in self._expected:
             raise InvalidRequestError(f"tensor {part.name!r} is not expected; expected are {sorted(self._expected)}")
         dtypes, expected_shape = self._expected[part.name]
@@ -80,10 +98,9 @@ class TensorAssembler:
         fits = len(shape) == len(expected_shape) and all(
             size >= 1 and (want is None or size == want) for size, want in zip(shape, expected_shape, strict=True)
         )
-        if dtype not in dtypes or not fits:
+        if dtype is None or dtype not in dtypes or not fits:
             raise InvalidRequestError(
                 f"tensor {part.name!r} is {dtype} {list(shape)}, expected {' or '.join(map(str, dtypes))} "
                 f"{['any' if n is None else n for n in expected_shape]}"
             )
-        assert dtype is not None
-        return torch.empty(shape, dtype=dtype)
+        return _Incoming(dtype, shape, bytearray())

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
 """Polled by a verb between forwards; True once the caller has gone."""
@@ -21,7 +23,10 @@ class VerbRunner:
     """One thread per worker, so two verbs never compute at once and each sees what the one before it left."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        # torch's grad mode belongs to a thread: switched off elsewhere, it would still be on here.
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix=name, initializer=torch.set_grad_enabled, initargs=(False,)
+        )
 
     async def run(self, verb: Callable[[Cancelled], T]) -> T:
         """Runs a verb to its end and returns its result; tells it when the caller is cancelled."""
@@ -48,6 +53,7 @@ class VerbRunner:
             await future
         finally:
             flag.set()
+            future.cancel()  # one that has not begun never will
             # A verb that ends after its caller has gone has nobody to report to.
             future.add_done_callback(lambda f: f.cancelled() or f.exception())
 
