@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from h3stream.errors import StartupError
 from h3stream.v1 import video_pb2_grpc
 from orchestrator.config import Settings, load_settings
-from orchestrator.lane import Lane
-from orchestrator.lanes import RayCluster, RayLane
-from orchestrator.model_info import read_model_info
+from orchestrator.lane import Lane, LaneHost
+from orchestrator.model_info import ModelInfo, read_model_info
 from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, VideoServicer
 from services.common.rpc import RpcServer
@@ -36,22 +37,43 @@ def main() -> None:
 async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     log.info("settings: %s", settings)
-    stop = _StopSignal(exit_with_parent)
     model = read_model_info(settings.model)
     settings.data.mkdir(parents=True, exist_ok=True)
+    _prepare_ray(os.environ)
+    from orchestrator.lanes import RayCluster, RayLane
+
     cluster = RayCluster(settings)
+    cluster.start()
+    try:
+        # After Ray's start, which puts handlers of its own in place.
+        await _serve(settings, model, _StopSignal(exit_with_parent), RayLane)
+    finally:
+        cluster.stop()
+
+
+def _prepare_ray(environment: MutableMapping[str, str]) -> None:
+    """What Ray must find in the environment when it is imported."""
+    # Ray listens beyond loopback whatever it is told: a secret of this process's own keeps strangers out.
+    if "RAY_AUTH_MODE" not in environment:
+        environment["RAY_AUTH_MODE"] = "token"
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    environment["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+async def _serve(
+    settings: Settings, model: ModelInfo, stop: _StopSignal, make_host: Callable[[Settings, Path, int], LaneHost]
+) -> None:
     # Unix sockets live in a directory that only this user can enter.
     with tempfile.TemporaryDirectory(prefix="h3stream-") as runtime_directory:
-        lanes = [Lane(RayLane(settings, Path(runtime_directory), index)) for index in range(settings.lanes)]
+        lanes = [Lane(make_host(settings, Path(runtime_directory), index)) for index in range(settings.lanes)]
         scheduler = Scheduler(
             lanes, settings.data, max_queued_jobs=settings.max_queued_jobs, kept_jobs=settings.kept_jobs
         )
-        # Bound before anything slow happens: a taken port is told at once, and callers learn that the model is loading.
+        # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
         server = RpcServer((SERVICE_NAME,))
         video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
         address = await server.start(settings.listen, serving=False)
         try:
-            await cluster.start()
             await scheduler.start()
             await server.set_serving(True)
             print(f"listening on {address}", flush=True)
@@ -61,7 +83,6 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         finally:
             await scheduler.stop(settings.drain_s, stop.second)
             await server.stop(grace_s=1.0)
-            await cluster.stop()
 
 
 class _StopSignal:

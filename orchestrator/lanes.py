@@ -1,11 +1,13 @@
-"""Ray's only home here: places, pins, starts, watches and restarts the three workers of each lane."""
+"""Ray's only home here: places, pins, starts and stops the three workers of each lane.
+
+Ray reads its environment when it is imported, so `orchestrator/__main__.py` sets that first.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,16 +44,13 @@ class RayCluster:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    async def start(self) -> None:
-        """Starts Ray. Raises StartupError if it does not come up."""
-        # Ray listens beyond loopback whatever it is told: a secret of this process's own keeps strangers out.
-        if "RAY_AUTH_MODE" not in os.environ:
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    def start(self) -> None:
+        """Starts Ray. Raises StartupError if it does not come up.
+
+        Blocks, and must come before any gRPC in this process: Ray forks, and a fork under gRPC's threads can hang.
+        """
         try:
-            await asyncio.to_thread(
-                ray.init,
+            ray.init(
                 num_cpus=1,
                 resources={HOST_SLOT: self._settings.lanes},
                 include_dashboard=False,
@@ -63,9 +62,9 @@ class RayCluster:
         except Exception as error:
             raise StartupError(f"Ray did not start: {error}") from error
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Stops Ray and every actor on it."""
-        await asyncio.to_thread(ray.shutdown)
+        ray.shutdown()
 
 
 class RayLane:

@@ -149,25 +149,13 @@ class Scheduler:
             self._running[job.job_id] = session
             self._announce_queue()
             await asyncio.wait([session])
-            # The lane is free again before the job is said to have ended, whatever happened in the session.
-            await self._clear(job, lane)
+            # The lane is free again before the job is said to have ended, whatever happened in the session. Where it
+            # cannot be freed the workers are replaced, which takes long: the job's readers are told first.
+            is_clear = await _clear(lane, job)
             del self._running[job.job_id]
             self._end(job, _outcome(session, job))
-
-    async def _clear(self, job: Job, lane: Lane) -> None:
-        try:
-            await lane.clear(job.job_id)
-        except GenerationError as failure:
-            log.warning("lane is restarted after job %s: %s", job.job_id, failure)
-            while True:
-                try:
-                    await lane.restart()
-                except StartupError:
-                    # Jobs wait: a lane that cannot start now may be able to once its GPU is free again.
-                    log.exception("lane could not be restarted; trying again in %.0f s", RETRY_AFTER_S)
-                    await asyncio.sleep(RETRY_AFTER_S)
-                else:
-                    return
+            if not is_clear:
+                await _restart(lane)
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
         job.end(error)
@@ -187,6 +175,29 @@ class Scheduler:
             for job in [*self._queue, *(self._jobs[job_id] for job_id in self._running)]:
                 if not job.ended.is_set() and self._clock() - job.last_event_s >= HEARTBEAT_S:
                     job.announce(is_heartbeat=True)
+
+
+async def _clear(lane: Lane, job: Job) -> bool:
+    """Frees what the job held on its lane; False if a worker does not answer."""
+    try:
+        await lane.clear(job.job_id)
+    except GenerationError as failure:
+        log.warning("lane cannot be cleared after job %s: %s", job.job_id, failure)
+        return False
+    return True
+
+
+async def _restart(lane: Lane) -> None:
+    """Replaces the workers of a lane, trying until it works."""
+    while True:
+        try:
+            await lane.restart()
+        except StartupError:
+            # Jobs wait: a lane that cannot start now may be able to once its GPU is free again.
+            log.exception("lane could not be restarted; trying again in %.0f s", RETRY_AFTER_S)
+            await asyncio.sleep(RETRY_AFTER_S)
+        else:
+            return
 
 
 async def _all_ended(jobs: Sequence[Job]) -> None:

@@ -25,7 +25,8 @@ class LedgerEntry:
     worker: str
     """Who."""
     event: str
-    """"enter", written before the first weight is copied, or "leave", written after the last one is freed."""
+    """"enter", written before the first weight is copied; "leave", written after the last one is freed; "lost", written
+    by the next worker for one whose process died with weights on the device."""
     device_weight_bytes: int
     """Bytes of weights on the device after the event."""
 
@@ -49,7 +50,11 @@ class ResidencyLedger:
                 f"{self._worker} cannot enter its phase: another worker's weights are on the device"
             ) from None
         try:
-            self._write(fd, "enter", device_weight_bytes)
+            # Holding the lock proves that whoever entered last is gone, also if it could not say so.
+            last = _last_entry(self._path)
+            if last is not None and last.event == "enter":
+                self._write(fd, last.worker, "lost", 0)
+            self._write(fd, self._worker, "enter", device_weight_bytes)
         except OSError:  # a full disk must not leave the lock behind
             os.close(fd)
             raise
@@ -59,12 +64,13 @@ class ResidencyLedger:
         """Gives the device up; the weights must be gone."""
         fd, self._lock_fd = self._lock_fd, -1
         try:
-            self._write(fd, "leave", 0)
+            self._write(fd, self._worker, "leave", 0)
         finally:
             os.close(fd)
 
-    def _write(self, fd: int, event: str, device_weight_bytes: int) -> None:
-        entry = LedgerEntry(time.monotonic_ns(), self._worker, event, device_weight_bytes)
+    @staticmethod
+    def _write(fd: int, worker: str, event: str, device_weight_bytes: int) -> None:
+        entry = LedgerEntry(time.monotonic_ns(), worker, event, device_weight_bytes)
         os.write(fd, (json.dumps(entry.__dict__) + "\n").encode())
 
 
@@ -78,9 +84,17 @@ def overlaps(entries: list[LedgerEntry]) -> list[tuple[LedgerEntry, LedgerEntry]
     found: list[tuple[LedgerEntry, LedgerEntry]] = []
     holders: dict[str, LedgerEntry] = {}
     for entry in sorted(entries, key=lambda e: e.monotonic_ns):
-        if entry.event == "leave":
+        if entry.event != "enter":
             holders.pop(entry.worker, None)
         else:
             found.extend((held, entry) for name, held in holders.items() if name != entry.worker)
             holders[entry.worker] = entry
     return found
+
+
+def _last_entry(path: Path) -> LedgerEntry | None:
+    """The newest entry, read from the end of the file: a ledger grows for as long as its lane runs."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1024))
+        lines = file.read().splitlines()
+    return LedgerEntry(**json.loads(lines[-1])) if lines else None

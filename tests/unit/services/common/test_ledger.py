@@ -91,12 +91,22 @@ def test_a_refused_entry_is_not_written(path: Path, other_process: subprocess.Po
     assert [e.worker for e in read_ledger(path)] == ["dit"]
 
 
-def test_a_holder_that_dies_gives_the_device_up(path: Path, other_process: subprocess.Popen[str]) -> None:
+def test_a_holder_that_dies_gives_the_device_up_and_the_next_one_says_so(
+    path: Path, other_process: subprocess.Popen[str]
+) -> None:
     other_process.kill()
     other_process.wait()
     ledger = ResidencyLedger(path, "vae")
     ledger.enter(1)
     ledger.leave()
+    entries = read_ledger(path)
+    assert [(e.worker, e.event) for e in entries] == [
+        ("dit", "enter"),
+        ("dit", "lost"),
+        ("vae", "enter"),
+        ("vae", "leave"),
+    ]
+    assert overlaps(entries) == []
 
 
 def test_an_entry_that_cannot_be_written_leaves_no_lock_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""Cancel, disconnect, queue, kill, stop: the lane is always free afterwards and the next clip is right."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from h3stream import AsyncClient, AsyncGeneration, Completed, Fragment, JobCancelledError, Progress, WorkerLostError
+from h3stream.events import PhaseChange
+from services.common.ledger import overlaps, read_ledger
+from tests.e2e.conftest import Server, alive, children, start_server, stop_server
+
+SMALL = {"num_frames": 22, "width": 64, "height": 64, "steps": 1}
+
+
+async def finish(client: AsyncClient, prompt: str = "a fox in the snow") -> Completed:
+    events = [event async for event in client.generate(prompt, **SMALL)]  # type: ignore[arg-type]
+    assert isinstance(events[-1], Completed)
+    return events[-1]
+
+
+async def until_step(stream: AsyncGeneration, step: int) -> None:
+    async for event in stream:
+        if isinstance(event, Progress) and event.step == step:
+            return
+
+
+async def test_cancel_stops_within_one_forward_and_the_next_job_runs(server: Server) -> None:
+    async with AsyncClient(server.address) as client:
+        undisturbed = await finish(client)
+        stream = client.generate("a fox in the snow", num_frames=39, width=512, height=288, steps=50)
+        await until_step(stream, 2)
+        cancelling = asyncio.create_task(client.cancel(stream.job_id))
+        with pytest.raises(JobCancelledError):
+            await until_step(stream, 5)  # one forward may be done, one under way and one announced; never three more
+        assert (await cancelling).state == "cancelled"
+        assert (await finish(client)).latents_sha256 == undisturbed.latents_sha256
+    assert overlaps(read_ledger(server.ledger)) == []
+
+
+async def test_a_client_that_goes_leaves_its_job_running(server: Server) -> None:
+    async with AsyncClient(server.address) as client:
+        async with client.generate("a fox in the snow", **SMALL) as stream:  # type: ignore[arg-type]
+            await anext(stream)
+        async with asyncio.timeout(60):
+            while (job := await client.job(stream.job_id)).state != "succeeded":
+                await asyncio.sleep(0.1)
+        assert job.num_frames_emitted == 22
+
+
+async def test_a_client_that_asked_for_it_cancels_by_going(server: Server) -> None:
+    async with AsyncClient(server.address) as client:
+        options = {**SMALL, "steps": 100, "cancel_on_disconnect": True}
+        async with client.generate("a fox in the snow", **options) as stream:  # type: ignore[arg-type]
+            async for event in stream:
+                if isinstance(event, Progress) and event.step:
+                    break
+        async with asyncio.timeout(60):
+            while (await client.job(stream.job_id)).state != "cancelled":
+                await asyncio.sleep(0.1)
+        await finish(client)
+
+
+async def test_two_jobs_run_one_after_the_other_and_do_not_touch_each_other(server: Server) -> None:
+    async with AsyncClient(server.address) as client:
+        alone = [await finish(client, prompt) for prompt in ("a fox in the snow", "a bear on a bicycle")]
+        together = await asyncio.gather(finish(client, "a fox in the snow"), finish(client, "a bear on a bicycle"))
+    assert [c.latents_sha256 for c in together] == [c.latents_sha256 for c in alone]
+    assert overlaps(read_ledger(server.ledger)) == []
+
+
+async def test_a_killed_worker_fails_its_job_and_the_lane_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    server = start_server(tiny_model, tmp_path)
+    try:
+        async with AsyncClient(server.address) as client:
+            before = await finish(client)
+            workers = children(server.process.pid)
+            assert set(workers) == {"text_encoder", "dit", "vae"}
+            stream = client.generate("a fox in the snow", num_frames=39, width=64, height=64, steps=100)
+            await until_step(stream, 2)
+            os.kill(workers["dit"], signal.SIGKILL)
+            with pytest.raises(WorkerLostError) as lost:
+                await until_step(stream, 100)
+            assert (lost.value.phase, lost.value.chunk_index) == ("denoise", 0)
+            assert (await client.job(stream.job_id)).state == "failed"
+            after = await finish(client)
+        assert after.latents_sha256 == before.latents_sha256
+        entries = read_ledger(server.ledger)
+        assert [e.worker for e in entries if e.event == "lost"] == ["dit"]
+        assert overlaps(entries) == []
+    finally:
+        workers = children(server.process.pid)
+        assert stop_server(server) == 0
+    assert not any(alive(pid) for pid in workers.values()), "a worker outlived the server"
+
+
+async def test_stopping_lets_the_running_job_finish(tiny_model: Path, tmp_path: Path) -> None:
+    server = start_server(tiny_model, tmp_path, "--worker-transport", "tcp")
+    fragments = 0
+    async with AsyncClient(server.address) as client:
+        async for event in client.generate("a fox in the snow", num_frames=39, width=64, height=64):
+            if isinstance(event, PhaseChange) and event.phase == "denoise" and event.chunk_index == 0:
+                server.process.send_signal(signal.SIGTERM)
+            fragments += isinstance(event, Fragment)
+    assert isinstance(event, Completed)
+    assert fragments == 3
+    assert server.process.wait(60) == 0
