@@ -18,10 +18,8 @@ _START_CODE = re.compile(rb"\x00\x00\x01")
 
 def split_nal_units(stream: bytes) -> list[bytes]:
     """The NAL units of a byte stream with start codes (ITU-T H.264, annex B)."""
-    starts = [match.end() for match in _START_CODE.finditer(stream)]
-    stops = [start - 3 for start in starts[1:]] + [len(stream)]
     # A zero byte before a start code belongs to the code; a NAL unit itself never ends with one.
-    return [stream[start:stop].rstrip(b"\0") for start, stop in zip(starts, stops, strict=True) if stop > start]
+    return [unit for piece in _START_CODE.split(stream)[1:] if (unit := piece.rstrip(b"\0"))]
 
 
 def nal_type(unit: bytes) -> int:

@@ -1,0 +1,92 @@
+"""Runs clips through the real worker, encoders and muxers, and reads what comes out."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import av
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from core.geometry import chunk_table
+from h3stream.request import ClipSpec
+from services.vae.clip import StreamStart
+from services.vae.worker import ChunkFragment, Media, VaeWorker
+
+
+def make_clip(num_frames: int, width: int, height: int) -> ClipSpec:
+    """A resolved clip; the VAEs read its geometry only."""
+    return ClipSpec(
+        num_frames=num_frames,
+        width=width,
+        height=height,
+        steps=4,
+        video_shift=12.0,
+        audio_shift=3.0,
+        sink=2,
+        window=2,
+        kv_storage="gpu",
+        seed=0,
+    )
+
+
+@dataclass
+class Recorder:
+    """Collects what a worker emits."""
+
+    media: list[Media] = field(default_factory=list)
+    """Everything, in order."""
+
+    @property
+    def starts(self) -> list[StreamStart]:
+        """The starts of the stream; there should be one."""
+        return [media for media in self.media if isinstance(media, StreamStart)]
+
+    @property
+    def fragments(self) -> list[ChunkFragment]:
+        """The fragments."""
+        return [media for media in self.media if isinstance(media, ChunkFragment)]
+
+    def stream(self, num_fragments: int | None = None) -> bytes:
+        """The init segment and the first fragments, joined."""
+        return self.starts[0].data + b"".join(fragment.media.data for fragment in self.fragments[:num_fragments])
+
+
+def latents(worker: VaeWorker, session_id: str, chunk_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random latents of a chunk, always the same for its index."""
+    generator = torch.Generator().manual_seed(chunk_index)
+    video, audio = worker.latent_shapes(session_id, chunk_index)
+    return torch.randn(video, generator=generator), torch.randn(audio, generator=generator)
+
+
+def run_clip(worker: VaeWorker, clip: ClipSpec, session_id: str, directory: Path | None = None) -> Recorder:
+    """Decodes a whole clip; the session stays open."""
+    recorder = Recorder()
+    worker.open_session(session_id, clip, directory)
+    for chunk in chunk_table(clip.num_frames):
+        worker.decode_chunk(
+            session_id, chunk.index, *latents(worker, session_id, chunk.index), recorder.media.append, lambda: False
+        )
+    return recorder
+
+
+def decode_pictures(data: bytes) -> list[npt.NDArray[np.uint8]]:
+    """The pictures of a file as planar YUV."""
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray() for frame in container.decode(video=0)]
+
+
+def decode_sound(data: bytes) -> npt.NDArray[np.float32]:
+    """The sound of a file, `[2, S]`, each sample at its true place by the time stamps."""
+    pieces = []
+    with av.open(io.BytesIO(data)) as container:
+        for frame in container.decode(audio=0):
+            assert frame.pts is not None
+            pieces.append((frame.pts, frame.to_ndarray()))
+    sound = np.zeros((2, max(pts + piece.shape[1] for pts, piece in pieces)), np.float32)
+    for pts, piece in pieces:
+        sound[:, max(pts, 0) : pts + piece.shape[1]] = piece[:, max(-pts, 0) :]
+    return sound
