@@ -1,0 +1,118 @@
+"""What a user sees, from events alone."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from h3stream.events import Event, Fragment, InitSegment, Progress
+from h3stream.progress import Lines, LiveBar, Tally, bar_line
+from h3stream.request import GenerateRequest
+from tests.fakes import NOTICE, events_of, heartbeat, plan_of
+
+PLAN = plan_of(GenerateRequest("a fox"))
+EVENTS = list(events_of(PLAN))
+
+
+def tally_after(events: list[Event]) -> Tally:
+    """The state after events that came a second apart."""
+    tally = Tally()
+    for second, event in enumerate(events):
+        tally.add(event, float(second))
+    return tally
+
+
+def test_the_tally_starts_at_nothing_and_ends_at_everything() -> None:
+    assert (Tally().fraction, Tally().describe(), Tally().summary()) == (0.0, "waiting", [])
+    tally = tally_after(EVENTS)
+    assert tally.fraction == 1.0
+    assert (tally.num_frames_emitted, tally.num_frames) == (39, 39)
+    first = next(event for event in EVENTS if isinstance(event, Fragment))
+    num_bytes = sum(len(event.media) for event in EVENTS)
+    assert tally.summary() == [
+        f"first fragment after {first.seq:.1f} s; 17 of 39 frames were out before sampling ended",
+        f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; 0.3 s in all",
+    ]
+
+
+def test_a_job_that_is_not_finished_has_no_summary() -> None:
+    assert tally_after(EVENTS[:-1]).summary() == []
+
+
+def test_the_fraction_never_falls() -> None:
+    fractions = [tally_after(EVENTS[:count]).fraction for count in range(len(EVENTS) + 1)]
+    assert fractions == sorted(fractions)
+    sampled = next(i for i, e in enumerate(EVENTS) if isinstance(e, Progress) and (e.chunk_index, e.step) == (1, 1))
+    assert fractions[sampled + 1] == pytest.approx((1 + 1 / 2) / 3)
+
+
+def test_each_warning_is_kept_once_whoever_gave_it() -> None:
+    tally = tally_after([*EVENTS, *EVENTS])
+    assert tally.warnings == [NOTICE, "3 audio samples are at full scale"]
+
+
+def test_a_queued_job_says_how_many_are_ahead() -> None:
+    queued = replace(heartbeat(1, PLAN, "job-0"), phase="queued", chunk_index=-1, queue_position=2)
+    assert tally_after([EVENTS[0], queued]).describe() == "queued  behind 2 jobs  0/39 frames"
+    assert tally_after([EVENTS[0], replace(queued, queue_position=1)]).describe().startswith("queued  behind 1 job  ")
+
+
+def longest_state() -> Tally:
+    tally = tally_after(EVENTS)
+    tally.stream = None
+    tally.phase, tally.chunk_index, tally.num_chunks, tally.step, tally.num_steps = "denoise", 21, 22, 99, 100
+    tally.num_frames_emitted, tally.num_frames, tally.first_fragment_s = 357, 362, 1234.5
+    return tally
+
+
+@pytest.mark.parametrize("columns", [20, 40, 79, 120])
+def test_a_line_fits_its_terminal(columns: int) -> None:
+    states = [*(tally_after(EVENTS[:count]) for count in range(len(EVENTS) + 1)), longest_state()]
+    assert max(len(bar_line(tally, columns)) for tally in states) <= columns
+
+
+def test_eighty_columns_hold_a_bar_and_every_word() -> None:
+    line = bar_line(tally_after(EVENTS[:14]), 79)
+    assert line.startswith("[##")
+    assert line.endswith("first at 11.0 s") or "frames" in line
+    assert bar_line(longest_state(), 79).endswith(
+        "denoise  chunk 22/22  step 99/100  357/362 frames  first at 1234.5 s"
+    )
+
+
+def test_the_bar_redraws_one_line_and_keeps_warnings_above_it() -> None:
+    stream = io.StringIO()
+    bar, tally = LiveBar(stream, lambda: 80), Tally()
+    for event in EVENTS:
+        tally.add(event, 1.0)
+        bar.show(tally, event, 1.0)
+    bar.close()
+    lines = stream.getvalue().split("\n")
+    assert len(lines) == 4  # two warnings, the bar, nothing
+    assert lines[0].endswith(NOTICE)
+    assert lines[1].endswith("at full scale")
+    assert lines[2].startswith("\r[##")
+    assert lines[3] == ""
+
+
+def test_plain_lines_carry_no_control_characters_and_no_heartbeats() -> None:
+    stream = io.StringIO()
+    lines, tally = Lines(stream), Tally()
+    beats = [heartbeat(0, PLAN, "job-0")] * 3
+    for event in itertools.chain(EVENTS[:3], beats, EVENTS[3:]):
+        tally.add(event, 1.5)
+        lines.show(tally, event, 1.5)
+    lines.close()
+    text = stream.getvalue()
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert text.splitlines()[0] == f"warning: {NOTICE}"
+    assert text.splitlines()[1] == "    1.5 s  encode  0/39 frames"
+    assert len(text.splitlines()) == 1 + 1 + 2 * 3 + 1  # notice, encode, two phases of three chunks, audio warning
+
+
+def test_only_media_events_carry_media() -> None:
+    for event in EVENTS:
+        assert bool(event.media) == isinstance(event, InitSegment | Fragment)

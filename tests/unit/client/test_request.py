@@ -1,0 +1,91 @@
+"""A request that can be constructed can be sent; everything else is refused field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_type_hints
+
+import pytest
+
+from h3stream.errors import InvalidRequestError
+from h3stream.request import MAX_PROMPT_BYTES, GenerateRequest, RequestOptions, make_request
+
+
+def test_what_is_left_out_is_left_to_the_server() -> None:
+    request = GenerateRequest("a fox")
+    left_out = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "prompt"}
+    assert left_out.pop("cancel_on_disconnect") is False
+    assert set(left_out.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_frames", 2**31 - 1),
+        ("num_frames", -(2**31)),
+        ("seed", 0),
+        ("seed", 2**64 - 1),
+        ("window", 0),
+        ("window", "all"),
+        ("video_shift", 12),
+        ("video_shift", -1e308),
+        ("kv_storage", "cpu_pinned"),
+        ("prompt", ""),
+        ("prompt", "狐狸" * 100),
+    ],
+)
+def test_what_a_message_can_hold_is_accepted(field: str, value: Any) -> None:
+    assert getattr(GenerateRequest(**{"prompt": "a fox", field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("prompt", b"a fox", "b'a fox' must be a string"),
+        ("prompt", "a \ud800 fox", "character 2 cannot be encoded in UTF-8"),
+        ("prompt", "x" * (MAX_PROMPT_BYTES + 1), "1000001 bytes do not fit a message; at most 1000000 do"),
+        ("num_frames", 2**31, "2147483648 must be an integer from -2147483648 to 2147483647"),
+        ("num_frames", 39.0, "39.0 must be an integer"),
+        ("width", True, "True must be an integer"),
+        ("height", "64", "'64' must be an integer"),
+        ("steps", -(2**31) - 1, "must be an integer"),
+        ("sink", [2], "must be an integer"),
+        ("window", "none", """'none' must be an integer from -2147483648 to 2147483647 or "all\""""),
+        ("window", 2**31, "must be an integer"),
+        ("seed", -1, "-1 must be an integer from 0 to 18446744073709551615"),
+        ("seed", 2**64, "must be an integer"),
+        ("video_shift", math.nan, "nan must be a finite number"),
+        ("video_shift", math.inf, "inf must be a finite number"),
+        ("audio_shift", 10**400, "must be a finite number"),
+        ("audio_shift", "3", "'3' must be a finite number"),
+        ("kv_storage", "disk", "'disk' is no KV storage; it must be one of ('gpu', 'cpu', 'cpu_pinned')"),
+        ("cancel_on_disconnect", None, "None must be True or False"),
+    ],
+)
+def test_what_no_message_can_hold_is_refused_by_name(field: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerateRequest(**{"prompt": "a fox", field: value})
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert words in violation.description
+    assert f"{field}: " in caught.value.message
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerateRequest("a fox", num_frames=2**31, seed=-1, video_shift=math.nan)
+    assert [violation.field for violation in caught.value.violations] == ["num_frames", "video_shift", "seed"]
+
+
+def test_the_options_are_the_fields_of_the_request() -> None:
+    options, fields = get_type_hints(RequestOptions), get_type_hints(GenerateRequest)
+    assert options == {name: kind for name, kind in fields.items() if name != "prompt"}
+
+
+def test_options_replace_fields_of_a_whole_request() -> None:
+    request = GenerateRequest("a fox", seed=1, steps=2)
+    assert make_request(request, {"seed": 5}) == GenerateRequest("a fox", seed=5, steps=2)
+    assert make_request("a fox", {"seed": 5}) == GenerateRequest("a fox", seed=5)
+    with pytest.raises(TypeError, match="colour"):
+        make_request("a fox", {"colour": "red"})
