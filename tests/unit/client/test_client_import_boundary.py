@@ -20,4 +20,5 @@ def test_importing_the_sdk_loads_nothing_but_grpc_and_protobuf(module: str, tmp_
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert {name for name in json.loads(loaded.stdout) if name not in sys.stdlib_module_names} == {"google", "h3stream"}
+    foreign = {name for name in json.loads(loaded.stdout) if name not in sys.stdlib_module_names}
+    assert foreign <= {"google", "grpc", "h3stream"}

@@ -1,0 +1,240 @@
+"""The service as a child process: started, used, stopped, and never left behind. The child here is a small one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+import textwrap
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from h3stream import Client, GenerateRequest, embedded
+from h3stream.embedded import EmbeddedServer, model_directory, serve_command
+from h3stream.errors import StartupError
+from tests.fakes import media_of, plan_of
+
+ROOT = Path(__file__).parents[2]
+CLI = [sys.executable, "-m", "h3stream.cli"]
+
+CHILD = """
+    import asyncio, os, signal, sys
+    from pathlib import Path
+
+    from tests.fakes import FakeVideoService, Script, serve_video
+
+    marks = Path(os.environ["MARKS"])
+    mode = os.environ.get("MODE", "")
+
+    async def main():
+        (marks / "arguments").write_text("\\n".join(sys.argv[1:]))
+        print("starting", flush=True)
+        print("a line of the log", file=sys.stderr, flush=True)
+        if mode == "die":
+            sys.exit("no weights here")
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, (lambda: None) if mode == "deaf" else stop.set)
+        if mode != "deaf":
+            loop.add_reader(0, lambda: os.read(0, 1) or stop.set())
+        async with serve_video(FakeVideoService(script=Script(stall_at=3 if mode == "stall" else -1))) as address:
+            (marks / "pid").write_text(str(os.getpid()))
+            print("listening on", address, flush=True)
+            await stop.wait()
+        (marks / "stopped").touch()
+
+    asyncio.run(main())
+"""
+MAKER = """
+    import os, sys
+    from pathlib import Path
+
+    if os.environ.get("MODE") == "die":
+        sys.exit("no room on the disk")
+    directory = Path(sys.argv[1])
+    directory.mkdir()
+    (directory / "model_index.json").write_text("{}")
+    with open(Path(os.environ["MARKS"]) / "made", "a") as file:
+        file.write("made\\n")
+"""
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the child leaves marks; it also puts the child in the place of the real server."""
+    packages = tmp_path / "packages"
+    for package, module, text in (("orchestrator", "__main__", CHILD), ("tools", "make_tiny_model", MAKER)):
+        (packages / package).mkdir(parents=True)
+        (packages / package / "__init__.py").touch()
+        (packages / package / f"{module}.py").write_text(textwrap.dedent(text))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("MARKS", str(marks))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{ROOT}")
+    monkeypatch.delenv("H3STREAM_MODEL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return marks
+
+
+async def start(*arguments: str) -> Process:
+    return await asyncio.create_subprocess_exec(*CLI, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+
+async def finish(process: Process) -> tuple[int, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_generate_without_a_server_starts_one_and_stops_it(marks: Path, tmp_path: Path) -> None:
+    status, out, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model"))
+    assert status == 0, err
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(plan_of(GenerateRequest("a fox")))
+    assert out.splitlines()[-1] == "clip.mp4"
+    assert "starting the service on my-model" in err
+    assert (marks / "stopped").exists()
+    arguments = (marks / "arguments").read_text().splitlines()
+    assert arguments[:5] == ["--model", "my-model", "--listen", "127.0.0.1:0", "--data"]
+    assert arguments[6:] == ["--drain-s", "0", "--exit-with-parent"]
+    assert not Path(arguments[5]).exists()
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+async def test_a_tiny_model_is_made_on_first_use_and_kept(marks: Path, tmp_path: Path) -> None:
+    model = tmp_path / "cache" / "h3stream" / "tiny-model"
+    for _ in range(2):
+        status, _, err = await finish(await start("plan", "a fox"))
+        assert status == 0, err
+        assert (marks / "arguments").read_text().splitlines()[1] == str(model)
+    assert (marks / "made").read_text() == "made\n"
+
+
+async def test_a_server_that_does_not_start_shows_the_end_of_its_log(
+    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE", "die")
+    status, out, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model"))
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-3:] == [
+        "h3stream: the service ended with exit status 1; its log ends with:",
+        "a line of the log",
+        "no weights here",
+    ]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+async def test_an_interrupt_cancels_the_job_and_stops_the_server(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODE", "stall")
+    process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
+    assert process.stderr is not None
+    while b"denoise" not in await asyncio.wait_for(process.stderr.readline(), 30):
+        pass
+    process.send_signal(signal.SIGINT)
+    status, _, err = await finish(process)
+    assert status == 130
+    assert err.splitlines()[-1] == "h3stream: interrupted; the job is cancelled"
+    assert (marks / "stopped").exists()
+
+
+async def test_an_interrupt_while_the_server_starts_stops_it(marks: Path) -> None:
+    process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
+    await until((marks / "arguments").exists)
+    process.send_signal(signal.SIGINT)
+    status, _, err = await finish(process)
+    assert status == 130
+    assert "Traceback" not in err
+
+
+async def test_the_server_ends_when_its_parent_is_killed(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODE", "stall")
+    process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
+    await until((marks / "pid").exists)
+    process.kill()
+    await finish(process)
+    await until((marks / "stopped").exists)
+
+
+def test_a_server_that_does_not_stop_is_killed(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODE", "deaf")
+    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.3)
+    with EmbeddedServer(Path("my-model"), lambda line: None) as server, Client(server.address) as client:
+        assert client.server_info().model_name == "fake"
+        assert server.log_tail() == "a line of the log"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((marks / "pid").read_text()), 0)
+    assert not (marks / "stopped").exists()
+
+
+def test_a_user_who_waits_is_told_so_and_in_the_end_that_it_failed(
+    marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "STARTUP_REPORT_S", 0.01)
+    monkeypatch.setattr(embedded, "STARTUP_TIMEOUT_S", 0.05)
+    said: list[str] = []
+    with pytest.raises(StartupError, match=r"has not started within 0\.05 s"):
+        EmbeddedServer(Path("my-model"), said.append).__enter__()
+    assert said[0] == "starting the service on my-model"
+    assert said[1].startswith("still starting after")
+
+
+def test_the_model_is_the_one_given_else_the_environment_s(tmp_path: Path) -> None:
+    said: list[str] = []
+    environment = {"H3STREAM_MODEL": "from-the-environment", "XDG_CACHE_HOME": str(tmp_path)}
+    assert model_directory(Path("given"), environment, said.append) == Path("given")
+    assert model_directory(None, environment, said.append) == Path("from-the-environment")
+    assert said == []
+
+
+def test_a_tiny_model_that_cannot_be_made_is_one_clear_error(
+    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODE", "die")
+    with pytest.raises(StartupError, match="cannot be made:\nno room on the disk"):
+        model_directory(None, {"XDG_CACHE_HOME": str(tmp_path)}, lambda line: None)
+
+
+def test_without_the_server_package_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="install h3stream-server, or use a running server with --server"):
+        EmbeddedServer(Path("my-model"), lambda line: None).__enter__()
+
+
+def test_a_folder_of_the_user_s_is_never_run_in_place_of_the_server(tmp_path: Path) -> None:
+    assert serve_command(["--threads", "3"]) == [sys.executable, "-P", "-m", "orchestrator", "--threads", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "my-model", "--listen", "127.0.0.1:0", "--new-option", "3"], None),
+        (["--threads", "3"], ["--model", "{cache}/h3stream/tiny-model", "--threads", "3"]),
+        (["--config=my.toml"], None),
+    ],
+)
+async def test_serve_hands_its_arguments_to_the_server(
+    arguments: list[str], expected: list[str] | None, marks: Path, tmp_path: Path
+) -> None:
+    process = await start("serve", *arguments)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    assert (await process.stdout.readline()).startswith(b"listening on 127.0.0.1:")
+    cache = str(tmp_path / "cache")
+    wanted = arguments if expected is None else [part.format(cache=cache) for part in expected]
+    assert (marks / "arguments").read_text().splitlines() == wanted
+    assert int((marks / "pid").read_text()) == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert (await finish(process))[0] == 0
