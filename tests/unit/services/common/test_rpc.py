@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import math
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from h3stream.request import ClipSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, connect
+from services.common.verbs import Cancelled, VerbRunner
 
 SERVICE = "h3stream.v1.TextEncoderService"
 Script = Callable[[Any], AsyncIterator[workers_pb2.EncodeResponse]]
@@ -239,6 +242,32 @@ async def test_a_caller_that_goes_while_a_response_waits_ends_the_handler(runnin
     await asyncio.sleep(0.3)  # nobody reads: the handler is soon stuck in a write
     call.cancel()
     await asyncio.wait_for(ended.wait(), 20)
+
+
+async def test_a_caller_that_goes_while_a_response_waits_stops_the_verb(running: Running) -> None:
+    runner, stopped = VerbRunner("test"), threading.Event()
+
+    def verb(emit: Callable[[workers_pb2.EncodeResponse], None], cancelled: Cancelled) -> None:
+        for _ in range(12):
+            emit(workers_pb2.EncodeResponse(tensor=types_pb2.TensorPart(name="x", data=bytes(900_000))))
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if cancelled():
+                stopped.set()
+                return
+            time.sleep(0.001)
+
+    async def script(_: Any) -> AsyncIterator[workers_pb2.EncodeResponse]:
+        async for response in runner.stream(verb):
+            yield response
+
+    running.encoder.script = script
+    call = workers_pb2_grpc.TextEncoderServiceStub(running.channel).Encode(workers_pb2.EncodeRequest(), timeout=60)
+    await call.read()
+    await asyncio.sleep(0.3)
+    call.cancel()
+    assert await asyncio.to_thread(stopped.wait, 15)
+    runner.close()
 
 
 async def test_a_message_of_just_under_the_limit_passes_both_ways(running: Running) -> None:

@@ -1,0 +1,111 @@
+"""A whole worker process in this one: real gRPC, real weights, a scripted package in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import types
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from h3stream.errors import ConfigError
+from h3stream.v1 import workers_pb2, workers_pb2_grpc
+from services.common.config import WorkerConfig
+from services.common.ledger import ResidencyLedger, read_ledger
+from services.common.process import WorkerProcess
+from services.common.residency import DeviceWeights
+from services.common.rpc import connect
+from services.common.verbs import VerbRunner
+from services.common.worker import ServedWorker
+
+ROOT = Path(__file__).parents[4]
+
+
+class LinearWorker:
+    """A worker with one small layer and a session."""
+
+    name = "dit"
+
+    def __init__(self, config: WorkerConfig) -> None:
+        ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
+        self.weights = DeviceWeights([nn.Linear(2, 3)], torch.device("cpu"), ledger)
+        self.weight_digests = {"transformer/model.safetensors": "ab" * 32}
+
+    def session_ids(self) -> list[str]:
+        return ["job-1"]
+
+
+def build(config: WorkerConfig) -> ServedWorker:
+    return ServedWorker(LinearWorker(config), VerbRunner("dit"), "h3stream.v1.DitService", lambda server: None)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WorkerConfig:
+    return WorkerConfig(model_directory=tmp_path, ledger=tmp_path / "ledger.jsonl")
+
+
+@pytest.fixture
+async def process(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerProcess]:
+    package, servicer = types.ModuleType("linear"), types.ModuleType("linear.servicer")
+    servicer.build = build  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "linear", package)
+    monkeypatch.setitem(sys.modules, "linear.servicer", servicer)
+    yield WorkerProcess("linear", config)
+    torch.set_grad_enabled(True)
+
+
+async def test_a_worker_tells_what_it_is_and_what_it_holds(process: WorkerProcess) -> None:
+    address = await process.start("127.0.0.1:0")
+    async with connect(address) as channel:
+        stub = workers_pb2_grpc.WorkerServiceStub(channel)
+        answer = await stub.Describe(workers_pb2.DescribeRequest(), timeout=20)
+    await process.stop()
+    assert (answer.worker, answer.device) == ("dit", "cpu")
+    assert (answer.weight_bytes, answer.device_weight_bytes) == (36, 0)
+    assert answer.weight_digests == {"transformer/model.safetensors": "ab" * 32}
+    assert answer.library_versions == {"torch": torch.__version__}
+    assert list(answer.session_ids) == ["job-1"]
+
+
+async def test_phases_are_entered_and_left_over_the_wire(process: WorkerProcess, config: WorkerConfig) -> None:
+    address = await process.start("127.0.0.1:0")
+    async with connect(address) as channel:
+        stub = workers_pb2_grpc.WorkerServiceStub(channel)
+        for _ in range(2):
+            entered = await stub.EnterPhase(workers_pb2.EnterPhaseRequest(), timeout=20)
+            assert entered.device_weight_bytes == 36
+        for _ in range(2):
+            left = await stub.LeavePhase(workers_pb2.LeavePhaseRequest(), timeout=20)
+            assert left.device_weight_bytes == 0
+    await process.stop()
+    assert config.ledger is not None
+    assert [e.event for e in read_ledger(config.ledger)] == ["enter", "leave"]
+
+
+async def test_stopping_frees_the_device(process: WorkerProcess, config: WorkerConfig) -> None:
+    address = await process.start(f"unix:{config.model_directory}/w.sock")
+    async with connect(address) as channel:
+        await workers_pb2_grpc.WorkerServiceStub(channel).EnterPhase(workers_pb2.EnterPhaseRequest(), timeout=20)
+    waiting = asyncio.create_task(process.wait())
+    await process.stop()
+    await asyncio.wait_for(waiting, 20)
+    assert config.ledger is not None
+    assert [e.event for e in read_ledger(config.ledger)] == ["enter", "leave"]
+
+
+@pytest.mark.parametrize("worker", ["text_encoder", "dit", "vae"])
+def test_a_model_directory_that_is_not_there_ends_the_process_with_one_line(worker: str) -> None:
+    command = [sys.executable, "-m", f"services.{worker}", "--model", "/nonexistent"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == f"services.{worker}: model directory /nonexistent does not exist\n"
+
+
+def test_a_negative_number_of_threads_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="threads is -1; it must be 0"):
+        WorkerConfig(model_directory=tmp_path, threads=-1)
