@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def case_text(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = tensors(f"{case}.inputs")
     context = inputs["context"][0]
     return context, inputs.get("token_tags", torch.ones(len(context), dtype=torch.int64))
+
+
+def write_model_directory(directory: Path) -> Path:
+    """Writes `transformer/` and `adapters/`, all that the DiT worker reads; returns the directory."""
+    write_transformer(directory / "transformer")
+    (directory / "adapters").mkdir()
+    shutil.copy(FIXTURES / "lora_raven.safetensors", directory / "adapters" / "raven.safetensors")
+    return directory
 
 
 def write_transformer(directory: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from core.retention import retained_entries
@@ -44,32 +43,17 @@ class KvCache:
     """K and V of the retained entries, for every layer."""
 
     def __init__(
-        self,
-        entry_rows: Sequence[int],
-        *,
-        sink: int,
-        window: int | None,
-        storage: KvStorage,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: KvShape, entry_rows: Sequence[int], *, sink: int, window: int | None, storage: KvStorage
     ) -> None:
-        """entry_rows: rows of the text and of every chunk of the clip; all memory on the device is taken now."""
+        """Takes all its memory on the device at once. Raises torch.OutOfMemoryError.
+
+        entry_rows: rows of the text and of every chunk of the clip.
+        """
+        self._shape = shape
         self._entry_rows = tuple(entry_rows)
         self._sink, self._window = sink, window
-        self._shape = KvShape(
-            num_layers,
-            num_heads,
-            head_dim,
-            dtype,
-            device,
-            slot_rows=largest_slot(entry_rows, sink, window),
-            chunk_rows=max(entry_rows[1:]),
-        )
         self._requested_storage = storage
-        self._storage = make_storage(storage, self._shape)
+        self._storage = make_storage(storage, shape)
         self._staged: set[int] = set()
         self._gathered = -1
         self._peak_rows = 0
@@ -144,14 +128,3 @@ class KvCache:
 
     def _rows_of(self, entries: Sequence[int]) -> list[int]:
         return [self._entry_rows[entry] for entry in entries]
-
-
-def largest_slot(entry_rows: Sequence[int], sink: int, window: int | None) -> int:
-    """Most rows that any forward of a clip attends to, its own included.
-
-    entry_rows: rows of the text and of every chunk.
-    """
-    return max(
-        sum(entry_rows[entry] for entry in retained_entries(n, sink, window)) + rows
-        for n, rows in enumerate(entry_rows)
-    )

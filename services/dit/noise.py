@@ -1,6 +1,7 @@
 """The seeded generator of a clip and the order of its draws.
 
-Drawn on the CPU, so a seed means the same clip on every device. The global generator is neither read nor written.
+Drawn on the CPU, so a seed means the same clip on every device; torch's CPU generator uses the low 32 bits of it. The
+global generator is neither read nor written.
 Source: reference/raven-streaming.md §5.2.
 """
 

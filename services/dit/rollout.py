@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from core.budget import kv_rows
 from core.geometry import chunk_table, latent_size, num_rows
 from core.schedule import context_timestep, renoise_coefficient, shifted_sigmas
 from h3stream.errors import InvalidRequestError, UnsupportedError
@@ -18,6 +19,7 @@ from services.common.verbs import Cancelled, VerbCancelled
 from services.dit.adaln import clip_timesteps, distinct, modulation_table
 from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.kv_cache import KvCache
+from services.dit.kv_storage import KvShape
 from services.dit.model import CausalDit, ChunkLayout
 from services.dit.noise import ClipNoise
 from services.dit.rows import ChunkLatents
@@ -55,16 +57,18 @@ class Rollout:
         self._noise = ClipNoise(clip, device)
         with adapters.using(mix):
             self._modulation = modulation_table(model.transformer, self._timesteps)
-        self.cache = KvCache(
-            (num_tokens, *(num_rows(chunk, clip.width, clip.height) for chunk in self._chunks)),
-            sink=clip.sink,
-            window=clip.window,
-            storage=clip.kv_storage,
+        chunk_rows = [num_rows(chunk, clip.width, clip.height) for chunk in self._chunks]
+        shape = KvShape(
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             head_dim=model.head_dim,
             dtype=model.dtype,
             device=device,
+            slot_rows=kv_rows(clip, num_tokens).widest_attention,
+            chunk_rows=max(chunk_rows),
+        )
+        self.cache = KvCache(
+            shape, (num_tokens, *chunk_rows), sink=clip.sink, window=clip.window, storage=clip.kv_storage
         )
         self._sampled_index = -1
         self._sampled: ChunkLatents | None = None

@@ -65,7 +65,7 @@ def shard_files(directory: Path) -> list[Path]:
     for index in indexes:
         try:
             files.update(directory / name for name in json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     missing = sorted(file.name for file in files if not file.is_file())
     if missing:

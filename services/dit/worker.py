@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.geometry import CANVAS_MULTIPLE, chunk_table
-from core.schedule import shifted_sigmas
-from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
+from core.request import clip_violations
+from h3stream.errors import DeviceMemoryError, FieldViolation, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
 from services.common.checkpoint import header_digest
 from services.common.ledger import ResidencyLedger
@@ -137,18 +136,9 @@ class DitWorker:
 
 
 def _check_clip(clip: ClipSpec) -> None:
-    """Raises InvalidRequestError for a clip that the rollout is not defined for."""
-    try:
-        chunk_table(clip.num_frames)
-        shifted_sigmas(clip.steps, clip.video_shift)
-        shifted_sigmas(clip.steps, clip.audio_shift)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error
-    for name, pixels in (("width", clip.width), ("height", clip.height)):
-        if pixels < CANVAS_MULTIPLE or pixels % CANVAS_MULTIPLE:
-            raise InvalidRequestError(f"{name} is {pixels}; it must be a positive multiple of {CANVAS_MULTIPLE}")
-    if clip.sink < 1 or (clip.window is not None and clip.window < 0):
-        raise InvalidRequestError(f"sink {clip.sink} must be at least 1 and window {clip.window} at least 0")
+    violations = tuple(FieldViolation(v.field, v.description, v.reason) for v in clip_violations(clip))
+    if violations:
+        raise InvalidRequestError("; ".join(v.description for v in violations), violations=violations)
 
 
 def _check_text(context: Tensor, token_tags: Tensor) -> None:

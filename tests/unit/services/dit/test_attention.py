@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.backends import cuda
+
+from services.dit.attention import attend, rotate
+
+
+def test_every_row_sees_every_key_at_the_scale_of_the_head() -> None:
+    draw = torch.Generator().manual_seed(1)
+    query = torch.randn(3, 2, 128, generator=draw)
+    key, value = torch.randn(7, 2, 128, generator=draw), torch.randn(7, 2, 128, generator=draw)
+    weights = torch.einsum("nhd,mhd->hnm", query, key).mul(128**-0.5).softmax(-1)
+    torch.testing.assert_close(attend(query, key, value), torch.einsum("hnm,mhd->nhd", weights, value))
+
+
+def test_rotation_turns_pairs_and_leaves_the_rest() -> None:
+    rows = torch.randn(2, 1, 128, generator=torch.Generator().manual_seed(2))
+    angles = torch.linspace(0, 3, 48)[None, None].expand(2, 1, 48)
+    turned = rotate(rows, (angles.cos(), angles.sin()))
+    pairs, turned_pairs = (torch.complex(t[..., :48], t[..., 48:96]) for t in (rows, turned))
+    torch.testing.assert_close(turned_pairs, pairs * torch.polar(torch.ones_like(angles), angles))
+    assert torch.equal(turned[..., 96:], rows[..., 96:])
+
+
+@pytest.fixture
+def reduction_allowed():
+    before = cuda.fp16_bf16_reduction_math_sdp_allowed()
+    cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    yield
+    cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+@pytest.mark.usefixtures("reduction_allowed")
+def test_half_precision_sums_are_off_during_the_call_only() -> None:
+    # Where the sum is allowed, torch itself gives other bits than the float32 softmax.
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randn(64, 2, 128, generator=draw).bfloat16()
+    exact = attend(rows.float(), rows.float(), rows.float()).bfloat16()
+    assert torch.equal(attend(rows, rows, rows), exact)
+    assert cuda.fp16_bf16_reduction_math_sdp_allowed()
+
+
+@pytest.mark.usefixtures("reduction_allowed")
+def test_the_setting_comes_back_after_a_failure() -> None:
+    with pytest.raises(RuntimeError):
+        attend(torch.zeros(3, 2, 128), torch.zeros(4, 2, 64), torch.zeros(4, 2, 64))
+    assert cuda.fp16_bf16_reduction_math_sdp_allowed()

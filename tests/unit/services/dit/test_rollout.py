@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.request import KV_STORAGES, ClipSpec, KvStorage
+from services.common.verbs import VerbCancelled
+from services.dit.adapters import AdapterBank, AdapterMix, load_raven_adapter
+from services.dit.model import CausalDit
+from services.dit.rollout import Rollout
+from services.dit.rows import ChunkLatents
+from services.dit.weights import load_transformer
+from tests.raven_vectors import FIXTURES
+
+CPU = torch.device("cpu")
+TAIL = 4
+RAVEN: AdapterMix = (("raven", 1.0),)
+
+
+@pytest.fixture(scope="module")
+def parts(model_directory: Path) -> tuple[CausalDit, AdapterBank]:
+    transformer = load_transformer(model_directory / "transformer", "bfloat16")
+    adapter = load_raven_adapter(FIXTURES / "lora_raven.safetensors", transformer)
+    return CausalDit(transformer), AdapterBank(transformer, {"raven": adapter})
+
+
+@pytest.fixture
+def open_rollout(
+    parts: tuple[CausalDit, AdapterBank], context: torch.Tensor, token_tags: torch.Tensor
+) -> Callable[..., Rollout]:
+    def make(clip: ClipSpec, mix: AdapterMix = RAVEN) -> Rollout:
+        rollout = Rollout(*parts, mix, clip, len(context), CPU)
+        rollout.prefill(context, token_tags)
+        return rollout
+
+    return make
+
+
+def never() -> bool:
+    return False
+
+
+def ignore(step: int) -> None:
+    pass
+
+
+def run(rollout: Rollout) -> list[ChunkLatents]:
+    """All chunks of a clip."""
+    latents = []
+    for index in range(TAIL + 1):
+        latents.append(rollout.sample(index, ignore, never))
+        if index < TAIL:
+            rollout.commit(index)
+    return latents
+
+
+def assert_same(ours: list[ChunkLatents], theirs: list[ChunkLatents]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.video, other.video)
+        assert torch.equal(one.audio, other.audio)
+
+
+def test_the_same_clip_twice_has_the_same_bits(open_rollout: Any, clip: ClipSpec) -> None:
+    assert_same(run(open_rollout(clip)), run(open_rollout(clip)))
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, None])
+@pytest.mark.parametrize("storage", KV_STORAGES[1:])
+def test_every_storage_gives_the_same_bits(
+    open_rollout: Any, clip: ClipSpec, storage: KvStorage, window: int | None
+) -> None:
+    clip = dataclasses.replace(clip, window=window)
+    assert_same(run(open_rollout(dataclasses.replace(clip, kv_storage=storage))), run(open_rollout(clip)))
+
+
+def test_seed_window_and_adapter_decide_the_clip(open_rollout: Any, clip: ClipSpec) -> None:
+    base = run(open_rollout(clip))
+    for other in (
+        run(open_rollout(dataclasses.replace(clip, seed=8))),
+        run(open_rollout(clip, mix=())),
+    ):
+        assert not torch.equal(other[0].video, base[0].video)
+    wider = run(open_rollout(dataclasses.replace(clip, window=2)))
+    assert_same(wider[:2], base[:2])  # the window drops its first chunk after two
+    assert not torch.equal(wider[2].video, base[2].video)
+
+
+def test_steps_are_reported_and_forwards_counted(open_rollout: Any, clip: ClipSpec) -> None:
+    rollout = open_rollout(clip)
+    steps: list[int] = []
+    rollout.sample(0, steps.append, never)
+    assert steps == [1, 2]
+    assert (rollout.num_noise_forwards, rollout.num_clean_forwards) == (2, 0)
+    rollout.commit(0)
+    assert rollout.num_clean_forwards == 1
+
+
+@pytest.mark.parametrize("polls", range(3))
+def test_a_cancelled_chunk_stops_within_one_forward_and_can_be_sampled_again(
+    open_rollout: Any, clip: ClipSpec, polls: int
+) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    answers = iter([False] * polls + [True])
+    with pytest.raises(VerbCancelled):
+        rollout.sample(0, ignore, lambda: next(answers))
+    assert rollout.num_noise_forwards == polls
+    assert rollout.sampled(0) is None
+    assert_same(run(rollout), expected)
+
+
+def test_a_forward_that_fails_stages_nothing_and_costs_no_draw(
+    open_rollout: Any, clip: ClipSpec, parts: tuple[CausalDit, AdapterBank]
+) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    last_block = parts[0].transformer.transformer_blocks[-1]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    def failing(call: Callable[[], object]) -> None:
+        hook = last_block.norm1.register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(MemoryError):
+                call()
+        finally:
+            hook.remove()
+
+    failing(lambda: rollout.sample(0, ignore, never))
+    rollout.sample(0, ignore, never)
+    failing(lambda: rollout.commit(0))
+    assert rollout.cache.num_committed == 1
+    rollout.commit(0)
+    assert_same([rollout.sample(1, ignore, never)], expected[1:2])
+
+
+def test_chunks_come_in_order(open_rollout: Any, clip: ClipSpec) -> None:
+    rollout = open_rollout(clip)
+    with pytest.raises(UnsupportedError, match="chunk 1 cannot be sampled now: the next one is chunk 0"):
+        rollout.sample(1, ignore, never)
+    with pytest.raises(UnsupportedError, match="chunk 0 cannot be committed"):
+        rollout.commit(0)
+    rollout.sample(0, ignore, never)
+    rollout.commit(0)
+    with pytest.raises(UnsupportedError, match="the next one is chunk 1"):
+        rollout.sample(0, ignore, never)
+    with pytest.raises(UnsupportedError, match="chunk 1 cannot be committed"):
+        rollout.commit(1)
+
+
+@pytest.mark.parametrize("index", [-1, TAIL + 1])
+def test_a_chunk_that_does_not_exist_is_refused(open_rollout: Any, clip: ClipSpec, index: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"chunk {index} does not exist; the clip has chunks 0 to 4"):
+        open_rollout(clip).sample(index, ignore, never)
+
+
+def test_the_last_chunk_is_never_committed(open_rollout: Any, clip: ClipSpec) -> None:
+    rollout = open_rollout(clip)
+    run(rollout)
+    with pytest.raises(UnsupportedError, match="the last of the clip"):
+        rollout.commit(TAIL)
+
+
+def test_the_text_goes_into_an_empty_cache_only(
+    open_rollout: Any, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(UnsupportedError, match="in the cache already"):
+        open_rollout(clip).prefill(context, token_tags)
+
+
+def test_the_callers_text_is_not_modified(
+    open_rollout: Any, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    before = context.clone(), token_tags.clone()
+    open_rollout(clip)
+    assert torch.equal(context, before[0])
+    assert torch.equal(token_tags, before[1])
+
+
+def test_projections_of_the_timestep_do_not_run_while_sampling(
+    open_rollout: Any, clip: ClipSpec, parts: tuple[CausalDit, AdapterBank]
+) -> None:
+    calls = []
+    hook = (
+        parts[0]
+        .transformer.transformer_blocks[0]
+        .adaln_proj.linear.register_forward_hook(lambda module, args, out: calls.append(out))
+    )
+    run(open_rollout(clip))
+    hook.remove()
+    assert len(calls) == 3  # two steps and the context, for 5 chunks, 4 commits and the text

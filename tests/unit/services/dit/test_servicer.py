@@ -1,0 +1,189 @@
+"""DitService over a real server on a unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from h3stream.codec import clip_spec_to_proto
+from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.request import ClipSpec
+from h3stream.status import from_rpc_error
+from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.process import WorkerProcess
+from services.common.rpc import connect
+from services.common.tensors import TensorAssembler, to_parts
+from services.dit.config import DitConfig
+
+OPEN = workers_pb2.DitServiceOpenSessionRequest
+F32 = (torch.float32,)
+
+
+class Dit:
+    """A client of one worker."""
+
+    def __init__(self, channel: Any, process: WorkerProcess) -> None:
+        self.process = process
+        self.stub = workers_pb2_grpc.DitServiceStub(channel)
+        self.shell = workers_pb2_grpc.WorkerServiceStub(channel)
+
+    async def enter(self) -> None:
+        await self.shell.EnterPhase(workers_pb2.EnterPhaseRequest())
+
+    async def open(
+        self, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor, session_id: str = "s"
+    ) -> workers_pb2.DitServiceOpenSessionResponse:
+        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
+        return await self.send(
+            [
+                OPEN(header=header),
+                *(OPEN(tensor=part) for part in to_parts("context", context)),
+                *(OPEN(tensor=part) for part in to_parts("token_tags", token_tags)),
+            ]
+        )
+
+    async def send(self, messages: list[OPEN]) -> workers_pb2.DitServiceOpenSessionResponse:
+        return await self.stub.OpenSession(iter(messages))
+
+    async def sample(self, index: int) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
+        steps, tensors = [], None
+        async for response in self.stub.SampleChunk(workers_pb2.SampleChunkRequest(session_id="s", chunk_index=index)):
+            if response.HasField("step"):
+                assert tensors is None, "latents came before the last step"
+                steps.append((response.step.step, response.step.num_steps))
+            else:
+                tensors = tensors or TensorAssembler(
+                    {"video": (F32, (1, 24, None, None, None)), "audio": (F32, (1, 32, 2, None))}
+                )
+                tensors.add(response.tensor)
+        assert tensors is not None
+        return steps, tensors.finish()
+
+    async def commit(self, index: int) -> workers_pb2.CommitChunkResponse:
+        return await self.stub.CommitChunk(workers_pb2.CommitChunkRequest(session_id="s", chunk_index=index))
+
+    async def close(self) -> workers_pb2.DitServiceCloseSessionResponse:
+        return await self.stub.CloseSession(workers_pb2.DitServiceCloseSessionRequest(session_id="s"))
+
+
+@pytest.fixture
+async def dit(model_directory: Path, tmp_path: Path) -> AsyncIterator[Dit]:
+    grad = torch.is_grad_enabled()
+    process = WorkerProcess("services.dit", DitConfig(model_directory, device="cpu"))
+    torch.set_grad_enabled(grad)
+    address = await process.start(f"unix:{tmp_path}/dit.sock")
+    async with connect(address) as channel:
+        yield Dit(channel, process)
+    await process.stop()
+
+
+async def test_a_clip_runs_from_its_text_to_its_last_chunk(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    opened = await dit.open(dataclasses.replace(clip, kv_storage="cpu"), context.bfloat16(), token_tags)
+    assert opened.kv_storage == types_pb2.KV_STORAGE_CPU
+    assert opened.kv_storage_fallback_reason == ""
+    for index in range(5):
+        steps, tensors = await dit.sample(index)
+        assert steps == [(1, 2), (2, 2)]
+        assert tensors["video"].shape == (1, 24, 2 if index == 4 else 5, 2, 4)
+        assert (await dit.sample(index))[0] == []
+        if index < 4:
+            committed = await dit.commit(index)
+            assert committed.num_committed == index + 2
+            assert list(committed.retained_entries) == [0, index + 1]
+            assert committed.retained_rows == 5 + 2 * tensors["audio"].shape[3] + 10
+    described = await dit.shell.Describe(workers_pb2.DescribeRequest())
+    assert list(described.session_ids) == ["s"]
+    assert described.library_versions.keys() == {"torch", "diffusers", "safetensors"}
+    closed = await dit.close()
+    assert (closed.was_open, closed.num_noise_forwards, closed.num_clean_forwards) == (True, 10, 4)
+    row_bytes = 3 * 2 * 2 * 128 * 2  # layers, K and V, heads, head dim, bfloat16
+    assert closed.peak_kv_bytes == (5 + 68 + 68) * row_bytes - 2 * row_bytes  # the text, two chunks of 68 and 66 rows
+    assert not (await dit.close()).was_open
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinning works here")
+async def test_a_storage_that_falls_back_says_so(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    opened = await dit.open(dataclasses.replace(clip, kv_storage="cpu_pinned"), context, token_tags)
+    assert opened.kv_storage == types_pb2.KV_STORAGE_CPU
+    assert "page-locked" in opened.kv_storage_fallback_reason
+
+
+async def test_a_cancelled_call_stops_within_one_forward_and_the_session_goes_on(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    clip = dataclasses.replace(clip, steps=20)
+    await dit.enter()
+    await dit.open(clip, context, token_tags)
+    _, untouched = await dit.sample(0)
+    await dit.close()
+
+    await dit.open(clip, context, token_tags)
+    transformer = dit.process._served.worker._model.transformer
+    slow = transformer.norm_out.norm.register_forward_pre_hook(lambda module, args: time.sleep(0.2))
+    call = dit.stub.SampleChunk(workers_pb2.SampleChunkRequest(session_id="s", chunk_index=0))
+    response = await call.read()
+    assert response.step.step == 1
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+    slow.remove()
+
+    steps, again = await dit.sample(0)
+    assert len(steps) == 20
+    assert torch.equal(again["video"], untouched["video"])
+    assert torch.equal(again["audio"], untouched["audio"])
+    closed = await dit.close()
+    assert closed.was_open
+    assert closed.num_noise_forwards == 2 + 20  # the one reported, the one under way, and the chunk sampled again
+
+
+async def test_calls_outside_the_phase_or_out_of_order_fail_their_precondition(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.open(clip, context, token_tags)
+    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    await dit.enter()
+    await dit.open(clip, context, token_tags)
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.sample(1)
+    assert isinstance(from_rpc_error(raised.value), UnsupportedError)
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.commit(0)
+    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_stream_that_is_not_a_header_and_its_tensors_is_refused(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    header = OPEN(header=workers_pb2.DitSessionHeader(session_id="s", clip=clip_spec_to_proto(clip)))
+    text = [OPEN(tensor=part) for part in to_parts("context", context)]
+    tags = [OPEN(tensor=part) for part in to_parts("token_tags", token_tags)]
+    narrow = [OPEN(tensor=part) for part in to_parts("context", context[:, :32])]
+    for messages, message in (
+        ([], "the stream was empty"),
+        ([*text, header], "one header, first"),
+        ([header, header], "one header, first"),
+        ([header, *text], "'token_tags' is missing"),
+        ([header, *narrow, *tags], "expected"),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            await dit.send(messages)
+        error = from_rpc_error(raised.value)
+        assert isinstance(error, InvalidRequestError)
+        assert message in error.message
