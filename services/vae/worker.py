@@ -12,6 +12,7 @@ from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
     CANVAS_MULTIPLE,
+    MAX_CANVAS_PIXELS,
     VIDEO_LATENT_CHANNELS,
     Chunk,
     chunk_table,
@@ -228,6 +229,10 @@ def _chunks_of(session_id: str, clip: ClipSpec) -> tuple[Chunk, ...]:
     for name, size in (("width", clip.width), ("height", clip.height)):
         if size < CANVAS_MULTIPLE or size % CANVAS_MULTIPLE:
             raise InvalidRequestError(f"{name} is {size}; it must be a positive multiple of {CANVAS_MULTIPLE}")
+    if clip.width * clip.height > MAX_CANVAS_PIXELS:
+        raise InvalidRequestError(
+            f"{clip.width}x{clip.height} is {clip.width * clip.height} pixels; at most {MAX_CANVAS_PIXELS} are allowed"
+        )
     try:
         return chunk_table(clip.num_frames)
     except ValueError as error:

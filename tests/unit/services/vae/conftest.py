@@ -16,13 +16,17 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_directory(tmp_path_factory.mktemp("vae_model"))
 
 
-@pytest.fixture
-def worker(model_directory: Path) -> Iterator[VaeWorker]:
-    """A worker in its phase."""
+@pytest.fixture(scope="session")
+def loaded_worker(model_directory: Path) -> VaeWorker:
     torch.set_num_threads(1)
-    made = VaeWorker(VaeConfig(model_directory, device="cpu"))
-    made.weights.enter()
-    yield made
-    for session_id in made.session_ids():
-        made.close_session(session_id)
-    made.weights.leave()
+    return VaeWorker(VaeConfig(model_directory, device="cpu"))
+
+
+@pytest.fixture
+def worker(loaded_worker: VaeWorker) -> Iterator[VaeWorker]:
+    """A worker in its phase, without sessions."""
+    loaded_worker.weights.enter()
+    yield loaded_worker
+    for session_id in loaded_worker.session_ids():
+        loaded_worker.close_session(session_id)
+    loaded_worker.weights.leave()

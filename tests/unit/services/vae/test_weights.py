@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,16 @@ from safetensors.torch import load_file, save_file
 
 from h3stream.errors import CheckpointError
 from services.vae.weights import load_models
-from tests.vae_model import audio_case, video_case, write_model_directory
+from tests.vae_model import audio_case, video_case
 
 VIDEO_WEIGHTS = Path("vae/diffusion_pytorch_model.safetensors")
 AUDIO_WEIGHTS = Path("audio_vae/diffusion_pytorch_model.safetensors")
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model_directory(tmp_path)
+def model(model_directory: Path, tmp_path: Path) -> Path:
+    """A model directory of its own to spoil."""
+    return shutil.copytree(model_directory, tmp_path / "model")
 
 
 def edit_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
