@@ -1,16 +1,26 @@
-"""The Ray actor shell of a worker: start its gRPC server, report the address, answer pings, stop. Nothing else crosses Ray."""
+"""The Ray actor shell of a worker: start its gRPC server, report the address, answer pings, stop.
+
+Nothing else crosses Ray.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from services.common.config import WorkerConfig
-from services.common.process import WorkerProcess
+
+if TYPE_CHECKING:
+    from services.common.process import WorkerProcess
 
 
 class WorkerActor:
     """Made a Ray actor by `orchestrator/lanes.py`; async, so it answers `ping` while a verb computes on its thread."""
 
     def __init__(self, package: str, config: WorkerConfig) -> None:
-        self._process = WorkerProcess(package, config)
+        # Imported in the actor's process: the orchestrator names this class and must not load torch.
+        from services.common.process import WorkerProcess
+
+        self._process: WorkerProcess = WorkerProcess(package, config)
 
     async def start(self, address: str) -> str:
         """Serves on `address`; returns the address to dial."""
