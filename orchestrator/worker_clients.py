@@ -62,6 +62,15 @@ class WorkerClient:
         """Ends the connection."""
         await self._channel.close()
 
+    async def _responses(self, call: Any) -> AsyncIterator[Any]:
+        """The responses of a stream, which ends with its reader: a worker must not compute for nobody."""
+        try:
+            with self._errors():
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -82,14 +91,14 @@ class TextEncoderClient(WorkerClient):
 
     async def lookup(self, prompt: str) -> TensorParts | None:
         """The hidden states of a prompt encoded before, or None. Needs no phase."""
-        with self._errors():
-            responses = [r async for r in self._stub.LookupEmbedding(workers_pb2.LookupEmbeddingRequest(prompt=prompt))]
+        call = self._stub.LookupEmbedding(workers_pb2.LookupEmbeddingRequest(prompt=prompt))
+        responses = [response async for response in self._responses(call)]
         return _tensors(responses) if responses[0].header.is_cached else None
 
     async def encode(self, prompt: str) -> TensorParts:
         """The hidden states of a prompt."""
-        with self._errors():
-            return _tensors([r async for r in self._stub.Encode(workers_pb2.EncodeRequest(prompt=prompt))])
+        call = self._stub.Encode(workers_pb2.EncodeRequest(prompt=prompt))
+        return _tensors([response async for response in self._responses(call)])
 
 
 class DitClient(WorkerClient):
@@ -115,12 +124,11 @@ class DitClient(WorkerClient):
         """Yields a StepDone per noise forward, then the chunk's latents."""
         request = workers_pb2.SampleChunkRequest(session_id=session_id, chunk_index=chunk_index)
         latents = []
-        with self._errors():
-            async for response in self._stub.SampleChunk(request):
-                if response.HasField("step"):
-                    yield StepDone(response.step.step)
-                else:
-                    latents.append(response.tensor)
+        async for response in self._responses(self._stub.SampleChunk(request)):
+            if response.HasField("step"):
+                yield StepDone(response.step.step)
+            else:
+                latents.append(response.tensor)
         yield tuple(latents)
 
     async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
@@ -157,9 +165,8 @@ class VaeClient(WorkerClient):
         message = workers_pb2.DecodeChunkRequest
         header = workers_pb2.DecodeChunkHeader(session_id=session_id, chunk_index=chunk_index)
         requests = [message(header=header), *(message(tensor=part) for part in latents)]
-        with self._errors():
-            async for response in self._stub.DecodeChunk(iter(requests)):
-                yield response.init_segment if response.HasField("init_segment") else response.fragment
+        async for response in self._responses(self._stub.DecodeChunk(iter(requests))):
+            yield response.init_segment if response.HasField("init_segment") else response.fragment
 
     async def finish(self, session_id: str) -> workers_pb2.FinishResponse:
         """Completes the artifacts."""
