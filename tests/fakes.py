@@ -49,7 +49,7 @@ def plan_of(request: GenerateRequest) -> Plan:
     if request.window is not None:
         clip = replace(clip, window=None if request.window == "all" else request.window)
     if clip.num_frames not in valid_frame_counts():
-        message = f"{clip.num_frames} is not 17k + 5"
+        message = f"num_frames is {clip.num_frames}; it must be 17k + 5"
         raise OffGridError(message, violations=(FieldViolation("num_frames", message, "FRAMES_OFF_GRID"),))
     chunks = chunk_table(clip.num_frames)
     return Plan(

@@ -94,8 +94,7 @@ def generate(arguments: argparse.Namespace) -> int:
                 _say(kept.removeprefix("; "))
             raise
     results = sys.stderr if is_piped else sys.stdout
-    for line in [*tally.summary(), *(f"warning: {message}" for message in tally.warnings)]:
-        print(line, file=results)
+    print("\n".join(tally.summary()), file=results)
     if not is_piped:
         print(output)
     return 0
@@ -300,7 +299,7 @@ def _plan_table(plan: Plan) -> list[str]:
 
 def _describe(error: GenerationError) -> str:
     if isinstance(error, InvalidRequestError) and error.violations:
-        lines = [f"  {violation.field}: {violation.description}" for violation in error.violations]
+        lines = [f"  {violation.description}" for violation in error.violations]
         return "\n".join(["h3stream: the request is not valid", *lines])
     text = f"h3stream: {error.reason}: {error.message}"
     facts = [f"job {error.job_id}"] if error.job_id else []

@@ -105,7 +105,7 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         fields["window"] = "all"
         if not message.unlimited_window:
             violations.append(
-                FieldViolation("unlimited_window", "false is not valid; set it to true, or leave it out, or set window")
+                FieldViolation("unlimited_window", "unlimited_window is false; it must be true, or left out")
             )
     try:
         request = GenerateRequest(message.prompt, cancel_on_disconnect=message.cancel_on_disconnect, **fields)
@@ -197,4 +197,4 @@ def _unknown_fields(message: Message) -> list[FieldViolation]:
 
 def _no_kv_storage(number: int) -> FieldViolation:
     names = ", ".join(f"{types_pb2.KvStorage.Name(value)} ({value})" for value in KV_STORAGE_TO_PROTO.values())
-    return FieldViolation("kv_storage", f"{number} is no KvStorage; valid are {names}")
+    return FieldViolation("kv_storage", f"kv_storage is {number}; it must be one of {names}")

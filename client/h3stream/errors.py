@@ -35,7 +35,7 @@ class FieldViolation:
     field: str
     """Name of the request field."""
     description: str
-    """The value, the rule and the nearest valid values, in a sentence."""
+    """The field, its value, the rule and the nearest valid values, in a sentence."""
     reason: str = "INVALID"
     """Stable name of the rule."""
 

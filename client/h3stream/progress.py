@@ -7,6 +7,8 @@ from typing import Protocol, TextIO
 
 from h3stream.events import Accepted, Completed, Event, Fragment, JobWarning, PhaseChange, Progress, StreamComplete
 
+WARNING = "warning: "
+BOLD_YELLOW, PLAIN = "\x1b[1;33m", "\x1b[0m"
 MIN_BAR_COLUMNS = 8
 """A shorter bar says nothing; the line then goes without."""
 
@@ -28,6 +30,8 @@ class Tally:
         """Seconds from the start of the call to the first fragment's arrival."""
         self.warnings: list[str] = []
         """Messages of the plan's warnings and the job's, each once."""
+        self.notes: list[str] = []
+        """What deserves a line of its own, in order: what the job makes, and the warnings."""
         self.stream: StreamComplete | None = None
         self.completed: Completed | None = None
 
@@ -36,7 +40,12 @@ class Tally:
         match event:
             case Accepted():
                 self.num_chunks, self.num_steps = len(event.plan.chunks), event.plan.clip.steps
-                self.num_frames = event.plan.clip.num_frames
+                clip = event.plan.clip
+                self.num_frames = clip.num_frames
+                self.notes.append(
+                    f"job {event.job_id}: {clip.num_frames} frames of {clip.width}x{clip.height} "
+                    f"in {self.num_chunks} chunks, seed {clip.seed}"
+                )
                 for warning in event.plan.warnings:
                     self._warn(warning.message)
             case PhaseChange():
@@ -90,11 +99,13 @@ class Tally:
             f"{early} of {self.num_frames} frames were out before sampling ended",
             f"{self.stream.num_frames} frames, {self.stream.num_samples} samples, {self.stream.num_bytes} bytes "
             f"in {self.stream.num_fragments} fragments; {self.completed.timings.total_s:.1f} s in all",
+            *(WARNING + message for message in self.warnings),
         ]
 
     def _warn(self, message: str) -> None:
         if message not in self.warnings:
             self.warnings.append(message)
+            self.notes.append(WARNING + message)
 
 
 class Display(Protocol):
@@ -110,19 +121,20 @@ class Display(Protocol):
 
 
 class LiveBar:
-    """One line of a terminal, drawn anew at every event; warnings stay above it."""
+    """One line of a terminal, drawn anew at every event; notes stay above it."""
 
     def __init__(self, stream: TextIO, columns: Callable[[], int]) -> None:
         """columns: the terminal's present width."""
         self._stream = stream
         self._columns = columns
-        self._num_warnings = 0
+        self._num_notes = 0
 
     def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
         """Draws the line."""
-        for message in tally.warnings[self._num_warnings :]:
-            self._stream.write(f"\r\x1b[K\x1b[1;33mwarning:\x1b[0m {message}\n")
-        self._num_warnings = len(tally.warnings)
+        for note in tally.notes[self._num_notes :]:
+            is_warning = note.startswith(WARNING)
+            self._stream.write(f"\r\x1b[K{BOLD_YELLOW if is_warning else ''}{note}{PLAIN if is_warning else ''}\n")
+        self._num_notes = len(tally.notes)
         # The last column stays free: a full line would wrap.
         self._stream.write(f"\r{bar_line(tally, self._columns() - 1)}\x1b[K")
         self._stream.flush()
@@ -134,17 +146,17 @@ class LiveBar:
 
 
 class Lines:
-    """A line for every phase and every warning, for streams that are no terminal."""
+    """A line for every phase and every note, for streams that are no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._num_warnings = 0
+        self._num_notes = 0
 
     def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
         """Writes what is new."""
-        for message in tally.warnings[self._num_warnings :]:
-            self._stream.write(f"warning: {message}\n")
-        self._num_warnings = len(tally.warnings)
+        for note in tally.notes[self._num_notes :]:
+            self._stream.write(f"{note}\n")
+        self._num_notes = len(tally.notes)
         if isinstance(event, PhaseChange):
             self._stream.write(f"{elapsed_s:7.1f} s  {tally.describe()}\n")
         self._stream.flush()

@@ -90,11 +90,14 @@ class GenerateRequest:
         ]
         if self.kv_storage is not None and self.kv_storage not in KV_STORAGES:
             violations.append(
-                FieldViolation("kv_storage", f"{self.kv_storage!r} is no KV storage; it must be one of {KV_STORAGES}")
+                FieldViolation("kv_storage", f"kv_storage is {self.kv_storage!r}; it must be one of {KV_STORAGES}")
             )
         if not isinstance(self.cancel_on_disconnect, bool):
             violations.append(
-                FieldViolation("cancel_on_disconnect", f"{self.cancel_on_disconnect!r} must be True or False")
+                FieldViolation(
+                    "cancel_on_disconnect",
+                    f"cancel_on_disconnect is {self.cancel_on_disconnect!r}; it must be True or False",
+                )
             )
         if violations:
             raise invalid_request(violations)
@@ -103,13 +106,17 @@ class GenerateRequest:
         value = getattr(self, name)
         if value is None or (type(value) is int and limits[0] <= value <= limits[1]):
             return []
-        return [FieldViolation(name, f"{value!r} must be an integer from {limits[0]} to {limits[1]}{also}")]
+        return [
+            FieldViolation(
+                name, f"{name} is {value!r:.80}; it must be an integer from {limits[0]} to {limits[1]}{also}"
+            )
+        ]
 
     def _float_violations(self, name: str) -> list[FieldViolation]:
         value = getattr(self, name)
         if value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max):  # NaN is not <=
             return []
-        return [FieldViolation(name, f"{value!r} must be a finite number")]
+        return [FieldViolation(name, f"{name} is {value!r:.80}; it must be a finite number")]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -138,18 +145,21 @@ def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> G
 def invalid_request(violations: list[FieldViolation]) -> InvalidRequestError:
     """The error for one or more violations; its message holds them all."""
     return InvalidRequestError(
-        "; ".join(f"{violation.field}: {violation.description}" for violation in violations),
-        violations=tuple(violations),
+        "; ".join(violation.description for violation in violations), violations=tuple(violations)
     )
 
 
 def _prompt_violations(prompt: str) -> list[FieldViolation]:
     if not isinstance(prompt, str):
-        return [FieldViolation("prompt", f"{prompt!r} must be a string")]
+        return [FieldViolation("prompt", f"prompt is {prompt!r:.80}; it must be a string")]
     try:
         size_bytes = len(prompt.encode())
     except UnicodeEncodeError as error:
-        return [FieldViolation("prompt", f"character {error.start} cannot be encoded in UTF-8")]
+        return [
+            FieldViolation(
+                "prompt", f"prompt holds a lone surrogate at character {error.start}; it must be Unicode text"
+            )
+        ]
     if size_bytes > MAX_PROMPT_BYTES:
-        return [FieldViolation("prompt", f"{size_bytes} bytes do not fit a message; at most {MAX_PROMPT_BYTES} do")]
+        return [FieldViolation("prompt", f"prompt has {size_bytes} bytes; a message holds at most {MAX_PROMPT_BYTES}")]
     return []

@@ -189,7 +189,7 @@ def test_an_unspecified_storage_of_a_clip_is_the_gpu() -> None:
 
 
 def test_a_storage_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="99 is no KvStorage"):
+    with pytest.raises(InvalidRequestError, match="kv_storage is 99"):
         codec.clip_spec_from_proto(types_pb2.ClipSpec(kv_storage=99))  # type: ignore[arg-type]
 
 
@@ -208,10 +208,10 @@ def test_a_request_names_everything_that_is_wrong_with_it() -> None:
         ("field 127", "GenerateRequest has no field number 127"),
         (
             "kv_storage",
-            "99 is no KvStorage; valid are KV_STORAGE_GPU (1), KV_STORAGE_CPU (2), KV_STORAGE_CPU_PINNED (3)",
+            "kv_storage is 99; it must be one of KV_STORAGE_GPU (1), KV_STORAGE_CPU (2), KV_STORAGE_CPU_PINNED (3)",
         ),
-        ("unlimited_window", "false is not valid; set it to true, or leave it out, or set window"),
-        ("video_shift", "nan must be a finite number"),
+        ("unlimited_window", "unlimited_window is false; it must be true, or left out"),
+        ("video_shift", "video_shift is nan; it must be a finite number"),
     ]
 
 

@@ -15,6 +15,7 @@ from tests.fakes import NOTICE, events_of, heartbeat, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
 EVENTS = list(events_of(PLAN))
+HEADLINE = "job job-0: 39 frames of 64x64 in 3 chunks, seed 0"
 
 
 def tally_after(events: list[Event]) -> Tally:
@@ -35,6 +36,8 @@ def test_the_tally_starts_at_nothing_and_ends_at_everything() -> None:
     assert tally.summary() == [
         f"first fragment after {first.seq:.1f} s; 17 of 39 frames were out before sampling ended",
         f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; 0.3 s in all",
+        f"warning: {NOTICE}",
+        "warning: 3 audio samples are at full scale",
     ]
 
 
@@ -50,8 +53,9 @@ def test_the_fraction_never_falls() -> None:
 
 
 def test_each_warning_is_kept_once_whoever_gave_it() -> None:
-    tally = tally_after([*EVENTS, *EVENTS])
+    tally = tally_after([*EVENTS, *EVENTS[1:]])
     assert tally.warnings == [NOTICE, "3 audio samples are at full scale"]
+    assert tally.notes == [HEADLINE, f"warning: {NOTICE}", "warning: 3 audio samples are at full scale"]
 
 
 def test_a_queued_job_says_how_many_are_ahead() -> None:
@@ -83,19 +87,19 @@ def test_eighty_columns_hold_a_bar_and_every_word() -> None:
     )
 
 
-def test_the_bar_redraws_one_line_and_keeps_warnings_above_it() -> None:
+def test_the_bar_redraws_one_line_and_keeps_notes_above_it() -> None:
     stream = io.StringIO()
     bar, tally = LiveBar(stream, lambda: 80), Tally()
     for event in EVENTS:
         tally.add(event, 1.0)
         bar.show(tally, event, 1.0)
     bar.close()
-    lines = stream.getvalue().split("\n")
-    assert len(lines) == 4  # two warnings, the bar, nothing
-    assert lines[0].endswith(NOTICE)
-    assert lines[1].endswith("at full scale")
-    assert lines[2].startswith("\r[##")
-    assert lines[3] == ""
+    headline, notice, warning, last, rest = stream.getvalue().split("\n")
+    assert headline == f"\r\x1b[K{HEADLINE}"
+    assert notice == f"\r\x1b[K\x1b[1;33mwarning: {NOTICE}\x1b[0m"
+    assert warning.endswith("\x1b[1;33mwarning: 3 audio samples are at full scale\x1b[0m")
+    assert last.startswith("\r[##")
+    assert rest == ""
 
 
 def test_plain_lines_carry_no_control_characters_and_no_heartbeats() -> None:
@@ -108,9 +112,9 @@ def test_plain_lines_carry_no_control_characters_and_no_heartbeats() -> None:
     lines.close()
     text = stream.getvalue()
     assert all(character == "\n" or character.isprintable() for character in text)
-    assert text.splitlines()[0] == f"warning: {NOTICE}"
-    assert text.splitlines()[1] == "    1.5 s  encode  0/39 frames"
-    assert len(text.splitlines()) == 1 + 1 + 2 * 3 + 1  # notice, encode, two phases of three chunks, audio warning
+    shown = text.splitlines()
+    assert shown[:3] == [HEADLINE, f"warning: {NOTICE}", "    1.5 s  encode  0/39 frames"]
+    assert len(shown) == 3 + 2 * 3 + 1  # two phases of three chunks, and the warning at the end
 
 
 def test_only_media_events_carry_media() -> None:

@@ -42,25 +42,25 @@ def test_what_a_message_can_hold_is_accepted(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("prompt", b"a fox", "b'a fox' must be a string"),
-        ("prompt", "a \ud800 fox", "character 2 cannot be encoded in UTF-8"),
-        ("prompt", "x" * (MAX_PROMPT_BYTES + 1), "1000001 bytes do not fit a message; at most 1000000 do"),
-        ("num_frames", 2**31, "2147483648 must be an integer from -2147483648 to 2147483647"),
-        ("num_frames", 39.0, "39.0 must be an integer"),
-        ("width", True, "True must be an integer"),
-        ("height", "64", "'64' must be an integer"),
+        ("prompt", b"a fox", "prompt is b'a fox'; it must be a string"),
+        ("prompt", "a \ud800 fox", "prompt holds a lone surrogate at character 2; it must be Unicode text"),
+        ("prompt", "x" * (MAX_PROMPT_BYTES + 1), "prompt has 1000001 bytes; a message holds at most 1000000"),
+        ("num_frames", 2**31, "num_frames is 2147483648; it must be an integer from -2147483648 to 2147483647"),
+        ("num_frames", 39.0, "num_frames is 39.0; it must be an integer"),
+        ("width", True, "width is True; it must be an integer"),
+        ("height", "64", "height is '64'; it must be an integer"),
         ("steps", -(2**31) - 1, "must be an integer"),
         ("sink", [2], "must be an integer"),
-        ("window", "none", """'none' must be an integer from -2147483648 to 2147483647 or "all\""""),
+        ("window", "none", """window is 'none'; it must be an integer from -2147483648 to 2147483647 or "all\""""),
         ("window", 2**31, "must be an integer"),
-        ("seed", -1, "-1 must be an integer from 0 to 18446744073709551615"),
+        ("seed", -1, "seed is -1; it must be an integer from 0 to 18446744073709551615"),
         ("seed", 2**64, "must be an integer"),
-        ("video_shift", math.nan, "nan must be a finite number"),
-        ("video_shift", math.inf, "inf must be a finite number"),
+        ("video_shift", math.nan, "video_shift is nan; it must be a finite number"),
+        ("video_shift", math.inf, "video_shift is inf; it must be a finite number"),
         ("audio_shift", 10**400, "must be a finite number"),
-        ("audio_shift", "3", "'3' must be a finite number"),
-        ("kv_storage", "disk", "'disk' is no KV storage; it must be one of ('gpu', 'cpu', 'cpu_pinned')"),
-        ("cancel_on_disconnect", None, "None must be True or False"),
+        ("audio_shift", "3", "audio_shift is '3'; it must be a finite number"),
+        ("kv_storage", "disk", "kv_storage is 'disk'; it must be one of ('gpu', 'cpu', 'cpu_pinned')"),
+        ("cancel_on_disconnect", None, "cancel_on_disconnect is None; it must be True or False"),
     ],
 )
 def test_what_no_message_can_hold_is_refused_by_name(field: str, value: Any, words: str) -> None:
@@ -69,7 +69,8 @@ def test_what_no_message_can_hold_is_refused_by_name(field: str, value: Any, wor
     (violation,) = caught.value.violations
     assert violation.field == field
     assert words in violation.description
-    assert f"{field}: " in caught.value.message
+    assert violation.description == caught.value.message
+    assert len(violation.description) < 200
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
