@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,9 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.geometry import chunk_table
+from core.clock import emission_table, final_audio_latents
+from core.geometry import SAMPLES_PER_AUDIO_LATENT, chunk_table, num_audio_latents, num_samples
 from h3stream.request import ClipSpec
+from services.vae.artifacts import FinalFile
 from services.vae.clip import StreamStart
+from services.vae.media.boxes import AudioTrack, VideoTrack
+from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder, open_h264_encoder
+from services.vae.media.muxer import FragmentMuxer, mime_type
 from services.vae.worker import ChunkFragment, Media, VaeWorker
 
 
@@ -71,6 +77,52 @@ def run_clip(worker: VaeWorker, clip: ClipSpec, session_id: str, directory: Path
             session_id, chunk.index, *latents(worker, session_id, chunk.index), recorder.media.append, lambda: False
         )
     return recorder
+
+
+@dataclass(frozen=True)
+class MuxedClip:
+    """A clip of given pictures and sound, through the real encoders and muxers."""
+
+    init_segment: bytes
+    """The start of the stream."""
+    mime_type: str
+    """With the codecs string."""
+    fragments: list[bytes]
+    """The rest of the stream."""
+    final_file: bytes
+    """The whole file."""
+
+    @property
+    def stream(self) -> bytes:
+        """The stream, joined."""
+        return self.init_segment + b"".join(self.fragments)
+
+
+def mux_clip(
+    num_frames: int,
+    width: int,
+    height: int,
+    picture: Callable[[int], npt.NDArray[np.uint8]],
+    pcm: npt.NDArray[np.float32],
+    directory: Path,
+) -> MuxedClip:
+    """Feeds pictures by frame number and sound `[2, S]` to encoders and muxers as the chunks of a clip bring them."""
+    samples = num_samples(num_frames)
+    pictures, sound = open_h264_encoder(width, height, 6_000_000), AacEncoder()
+    video = VideoTrack(width, height, pictures.decoder_configuration, num_frames)
+    audio = AudioTrack(sound.decoder_configuration, AAC_BIT_RATE, sound.priming_samples, samples)
+    muxer, final = FragmentMuxer(video, audio), FinalFile(directory)
+    fragments = []
+    frame, sample = 0, 0
+    for chunk, stop_frame in zip(chunk_table(num_frames), emission_table(num_frames), strict=True):
+        stop = final_audio_latents(chunk.audio_stop, num_audio_latents(num_frames)) * SAMPLES_PER_AUDIO_LATENT
+        packets = [pictures.encode(picture(i)) for i in range(frame, stop_frame)]
+        muxer.add(packets, [*sound.encode(pcm[:, sample:stop]), *(sound.flush() if chunk.is_tail else ())])
+        final.add(packets, pcm[:, sample:stop])
+        fragments += [made.data for made in muxer.take(stop_frame, is_final=chunk.is_tail)]
+        frame, sample = stop_frame, stop
+    name = final.finish(video, samples, divisor=1.0).name
+    return MuxedClip(muxer.init_segment(), mime_type(video, audio), fragments, (directory / name).read_bytes())
 
 
 def decode_pictures(data: bytes) -> list[npt.NDArray[np.uint8]]:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.clock import emission_table, final_audio_latents
-from core.geometry import SAMPLE_RATE, chunk_table, num_audio_latents, num_samples
-from services.vae.artifacts import FinalFile
-from services.vae.media.boxes import AudioTrack, VideoTrack
-from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder, open_h264_encoder
-from services.vae.media.muxer import FragmentMuxer
-from tests.unit.services.vae.harness import decode_pictures, decode_sound
+from core.geometry import SAMPLE_RATE, num_samples
+from tests.unit.services.vae.harness import decode_pictures, decode_sound, mux_clip
 
 NUM_FRAMES = 39
 SIZE = 64
@@ -23,30 +18,17 @@ FLASH_FRAMES = (0, 16, 17, 33, 34, 38)
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A stream and a final file with impulses at IMPULSES and white pictures at FLASH_FRAMES."""
-    directory = tmp_path_factory.mktemp("final")
-    samples = num_samples(NUM_FRAMES)
-    pcm = np.zeros((2, samples), np.float32)
+    pcm = np.zeros((2, num_samples(NUM_FRAMES)), np.float32)
     pcm[:, IMPULSES] = 0.9
-    pictures, sound = open_h264_encoder(SIZE, SIZE, 6_000_000), AacEncoder()
-    video = VideoTrack(SIZE, SIZE, pictures.decoder_configuration, NUM_FRAMES)
-    audio = AudioTrack(sound.decoder_configuration, AAC_BIT_RATE, sound.priming_samples, samples)
-    muxer, final = FragmentMuxer(video, audio), FinalFile(directory)
-    stream = muxer.init_segment()
-    frame, sample = 0, 0
-    for chunk, stop_frame in zip(chunk_table(NUM_FRAMES), emission_table(NUM_FRAMES), strict=True):
-        stop = final_audio_latents(chunk.audio_stop, num_audio_latents(NUM_FRAMES)) * 800
-        piece = pcm[:, sample:stop]
-        sounds = [*sound.encode(piece), *(sound.flush() if chunk.is_tail else ())]
-        packets = [
-            pictures.encode(np.full((SIZE, SIZE, 3), 255 if i in FLASH_FRAMES else 0, np.uint8))
-            for i in range(frame, stop_frame)
-        ]
-        muxer.add(packets, sounds)
-        final.add(packets, piece)
-        stream += b"".join(made.data for made in muxer.take(stop_frame, is_final=chunk.is_tail))
-        frame, sample = stop_frame, stop
-    name = final.finish(video, samples, divisor=1.0).name
-    return {"stream": stream, "final file": (directory / name).read_bytes()}
+    clip = mux_clip(
+        NUM_FRAMES,
+        SIZE,
+        SIZE,
+        lambda i: np.full((SIZE, SIZE, 3), 255 if i in FLASH_FRAMES else 0, np.uint8),
+        pcm,
+        tmp_path_factory.mktemp("final"),
+    )
+    return {"stream": clip.stream, "final file": clip.final_file}
 
 
 @pytest.mark.parametrize("kind", ["stream", "final file"])
