@@ -140,7 +140,7 @@ class Script:
     stop_at: int = -1
     """Where the stream ends as if all were well."""
     stall_at: int = -1
-    """Where the job stands still, sending heartbeats until it is cancelled."""
+    """Where the job stands still, sending heartbeats, until it is cancelled or this is set to -1."""
     silent_at: int = -1
     """Where the server says nothing any more."""
 
@@ -182,7 +182,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                     extra += 1
                     await asyncio.sleep(HEARTBEAT_S)
                 if event.seq != script.drop:
-                    yield _response(event)
+                    yield _response(replace(event, seq=event.seq + extra))
                 if event.seq == script.repeat:
                     yield _response(event)
         except (asyncio.CancelledError, GeneratorExit):  # the latter where the caller went during a write
