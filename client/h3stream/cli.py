@@ -40,7 +40,7 @@ DEFAULT_COLUMNS = 80
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    parser = _parser()
+    parser = make_parser()
     arguments, extra = parser.parse_known_args(argv)
     if extra and arguments.run is not serve:
         parser.error(f"unknown arguments: {' '.join(extra)}")
@@ -140,7 +140,8 @@ def cancel(arguments: argparse.Namespace) -> None:
         print(client.cancel(arguments.job_id).state)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their arguments; the parsed `run` is the function to call."""
     parser = argparse.ArgumentParser(
         prog="h3stream", description="Video with sound from a prompt, streamed while it is sampled.", allow_abbrev=False
     )
