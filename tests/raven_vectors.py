@@ -165,6 +165,7 @@ class RecordingDit(CausalDit):
                 "role": "clean" if stage else "noise",
                 "past_rows": cache.retained_rows,
                 "retained_indices": list(cache.retained),
+                "timesteps": timesteps,
             }
         )
         step = self._noise_forwards.get(chunk, 0)

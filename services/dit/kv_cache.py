@@ -8,7 +8,7 @@ Source: reference/raven-streaming.md §6.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class KvStats:
     peak_slot_bytes: int
     """Most bytes of K and V that one layer attended to."""
     transfers: TransferStats
+    """What was moved between host and device so far."""
 
 
 class KvCache:
@@ -123,7 +124,7 @@ class KvCache:
             retained_rows=self.retained_rows,
             peak_kv_bytes=self._peak_rows * self._shape.row_bytes * self._shape.num_layers,
             peak_slot_bytes=self._peak_slot_rows * self._shape.row_bytes,
-            transfers=self._storage.stats,
+            transfers=replace(self._storage.stats),
         )
 
     def _rows_of(self, entries: Sequence[int]) -> list[int]:

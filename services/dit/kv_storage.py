@@ -51,11 +51,17 @@ class TransferStats:
     """What a storage has moved between host and device, and what it holds on the host."""
 
     host_bytes: int = 0
+    """Bytes of all host buffers, those kept for reuse included."""
     peak_host_bytes: int = 0
+    """Most of them at once."""
     to_device_bytes: int = 0
+    """Bytes of retained rows copied into the slot."""
     to_device_calls: int = 0
+    """Copies into the slot: K and V of an entry are two."""
     to_host_bytes: int = 0
+    """Bytes of staged rows."""
     to_host_calls: int = 0
+    """Copies of staged rows: K and V of a layer are two."""
 
 
 class Storage(Protocol):

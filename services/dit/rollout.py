@@ -117,8 +117,8 @@ class Rollout:
     def commit(self, index: int) -> None:
         """Runs the clean forward of the chunk sampled last and commits it."""
         latents = self.sampled(index)
-        if latents is None:
-            raise UnsupportedError(f"chunk {index} cannot be committed: it is not the chunk sampled last")
+        if latents is None or index != self.cache.num_committed - 1:
+            raise UnsupportedError(f"chunk {index} cannot be committed: it is not a chunk just sampled")
         chunk = self._chunks[index]
         if chunk.is_tail:
             raise UnsupportedError(f"chunk {index} is the last of the clip, which is never committed")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from core.geometry import chunk_table, latent_size, text_positions
+from core.schedule import context_timestep, timestep
 from services.dit.adapters import AdapterBank, load_raven_adapter
 from services.dit.noise import ClipNoise
 from services.dit.rows import chunk_position_ids
@@ -56,6 +57,13 @@ def recordings(directory):
         return done[case]
 
     return get
+
+
+def fed_timesteps(forward):
+    """Video and audio timestep of a listed forward; a clean one has no sigmas."""
+    if forward["role"] == "clean":
+        return context_timestep(), context_timestep()
+    return timestep(forward["video_sigma"]), timestep(forward["audio_sigma"])
 
 
 def compare(recording, expected, capsys, label):
@@ -113,7 +121,9 @@ def test_commits_forwards_and_cache_statistics_agree(case, recordings):
     facts, recording = case_facts(case), recordings(case)
     assert recording.commits == facts["commits"]
     keys = ("chunk", "role", "past_rows", "retained_indices")
-    assert recording.model.forwards == [{key: forward[key] for key in keys} for forward in facts["forwards"]]
+    assert recording.model.forwards == [
+        {key: forward[key] for key in keys} | {"timesteps": fed_timesteps(forward)} for forward in facts["forwards"]
+    ]
     assert recording.rollout.num_noise_forwards == facts["noise_forwards"]
     assert recording.rollout.num_clean_forwards == facts["clean_forwards"]
     stats, expected = recording.rollout.cache.stats(), facts["kv_stats"]

@@ -149,6 +149,8 @@ def test_chunks_come_in_order(open_rollout: Any, clip: ClipSpec) -> None:
         rollout.commit(0)
     rollout.sample(0, ignore, never)
     rollout.commit(0)
+    with pytest.raises(UnsupportedError, match="chunk 0 cannot be committed"):
+        rollout.commit(0)
     with pytest.raises(UnsupportedError, match="the next one is chunk 1"):
         rollout.sample(0, ignore, never)
     with pytest.raises(UnsupportedError, match="chunk 1 cannot be committed"):
