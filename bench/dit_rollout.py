@@ -171,6 +171,9 @@ def main() -> None:
         arguments.repeats, lambda: bench.noise_forward(cache), lambda: bench.noise_forward(cache, with_table=False)
     )
     report("a forward that computes its modulation, against one that reads the table", without, with_table)
+    weights = dict(bench.model.transformer.named_parameters())
+    unread = sum(t.nbytes for name, t in weights.items() if "adaln_proj" in name or "norm_out.linear" in name)
+    print(f"{unread / sum(t.nbytes for t in weights.values()):5.0%}   of the weight bytes are not read while sampling")
     variants = [dataclasses.replace(CLIP, kv_storage=storage) for storage in ("gpu", "cpu")]
     on_device, on_host = fastest(arguments.repeats, *(lambda clip=clip: bench.clip(clip) for clip in variants))
     report("a clip with its cache in host memory, against one on the device", on_host, on_device)

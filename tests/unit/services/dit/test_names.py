@@ -1,4 +1,5 @@
 import torch
+from torch import nn
 
 from services.dit.names import official_modules, split_output_rows
 
@@ -8,6 +9,19 @@ def test_the_real_model_has_266_official_modules() -> None:
     assert len(modules) == 266
     assert sum(len(names) for names in modules.values()) == 266 + 2 * 52  # fused attention projections are three here
     assert len({name for names in modules.values() for name in names}) == 266 + 2 * 52
+
+
+def test_the_names_cover_every_linear_module_of_the_published_class_at_full_size() -> None:
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    with torch.device("meta"):
+        transformer = MiniMaxH3Transformer3DModel()
+    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    modules = official_modules(transformer.config.num_layers, transformer.config.num_refiner_layers)
+    assert {name for names in modules.values() for name in names} == linears.keys()
+    # Rank 128 on every official module is the RAVEN adapter's published parameter count.
+    sizes = [(linears[names[0]].in_features, sum(linears[n].out_features for n in names)) for names in modules.values()]
+    assert sum(128 * (num_in + num_out) for num_in, num_out in sizes) == 1_264_353_280
 
 
 def test_names_are_translated_block_by_block() -> None:
