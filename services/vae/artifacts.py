@@ -54,12 +54,15 @@ class FinalFile:
             directory.mkdir(parents=True, exist_ok=True)
             self._video, self._pcm, self._audio = (self._open(path) for path in self._paths[:3])
 
-    def add(self, video: list[Packet], pcm: npt.NDArray[np.float32]) -> None:
-        """Spools the next pictures and the next samples, `[2, S]`."""
+    def add_picture(self, packet: Packet) -> None:
+        """Spools the next picture."""
         with _disk_errors(self._directory):
-            for packet in video:
-                self._video.write(packet.data)
-                self._video_index.add(packet)
+            self._video.write(packet.data)
+        self._video_index.add(packet)
+
+    def add_sound(self, pcm: npt.NDArray[np.float32]) -> None:
+        """Spools the next samples, `[2, S]`."""
+        with _disk_errors(self._directory):
             self._pcm.write(np.ascontiguousarray(pcm.T).tobytes())
 
     def finish(self, video: VideoTrack, num_samples: int, divisor: float) -> ArtifactFile:
@@ -70,6 +73,8 @@ class FinalFile:
         encoder = AacEncoder()
         audio_index = PacketIndex()
         with _disk_errors(self._directory):
+            self._audio.seek(0)
+            self._audio.truncate()  # what an attempt before this one left
             for block in self._pcm_blocks():
                 self._spool_sound(encoder.encode(block / np.float32(divisor)), audio_index)
             self._spool_sound(encoder.flush(), audio_index)

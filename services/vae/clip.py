@@ -6,7 +6,8 @@ are allowed is left to `worker.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from h3stream.request import ClipSpec
 from services.common.verbs import Cancelled, VerbCancelled
 from services.vae.artifacts import ArtifactFile, FinalFile
 from services.vae.audio_stream import AudioStream
-from services.vae.media.boxes import AudioTrack, Packet, VideoTrack
+from services.vae.media.boxes import AudioTrack, VideoTrack
 from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, MediaFragment, mime_type
 from services.vae.output import to_pcm, to_rgb8
@@ -114,21 +115,19 @@ class ClipDecoder:
         Raises DeviceMemoryError, MuxError, PhaseError, and VerbCancelled within one decode of the caller's leaving.
         """
         try:
-            batches = self._video.push(video)
+            pictures = [to_rgb8(frames) for frames in self._video.push(video)]
             if chunk.is_tail:
-                batches.append(self._video.flush())
+                pictures.append(to_rgb8(self._video.flush()))
             _poll(cancelled)
-            waveform = self._audio.push(audio)
+            pcm = to_pcm(self._audio.push(audio))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise DeviceMemoryError(
                 f"chunk {chunk.index} of a {self._clip.width}x{self._clip.height} clip does not fit in memory: {error}"
             ) from error
-        pcm = to_pcm(waveform)
         self._encode_sound(pcm, is_last=chunk.is_tail)
-        for packet in self._encode_pictures(batches, cancelled):
-            self._muxer.add([packet], [])
-            if self._final_file is not None:
-                self._final_file.add([packet], pcm[:, :0])
+        for frame in itertools.chain.from_iterable(pictures):
+            _poll(cancelled)
+            self._encode_picture(frame)
         frames = muxable_frames(decoded_frames(chunk), self._num_samples, is_final=chunk.is_tail)
         for made in self._muxer.take(frames, is_final=chunk.is_tail):
             emit(made)
@@ -162,13 +161,13 @@ class ClipDecoder:
         self._muxer.add([], packets)
         self._num_samples += pcm.shape[1]
         if self._final_file is not None:
-            self._final_file.add([], pcm)
+            self._final_file.add_sound(pcm)
 
-    def _encode_pictures(self, batches: list[torch.Tensor], cancelled: Cancelled) -> Iterator[Packet]:
-        for batch in batches:
-            for frame in to_rgb8(batch):
-                _poll(cancelled)
-                yield self._h264.encode(frame)
+    def _encode_picture(self, rgb: npt.NDArray[np.uint8]) -> None:
+        packet = self._h264.encode(rgb)
+        self._muxer.add([packet], [])
+        if self._final_file is not None:
+            self._final_file.add_picture(packet)
 
 
 def _poll(cancelled: Cancelled) -> None:

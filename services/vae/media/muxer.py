@@ -76,11 +76,6 @@ class FragmentMuxer:
         self._audio_time = 0
         self._num_fragments = 0
 
-    @property
-    def num_frames_out(self) -> int:
-        """Frames that have left."""
-        return self._next_frame
-
     def init_segment(self) -> bytes:
         """The start of the stream."""
         return init_segment(self._video, self._audio)

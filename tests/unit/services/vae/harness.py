@@ -118,7 +118,9 @@ def mux_clip(
         stop = final_audio_latents(chunk.audio_stop, num_audio_latents(num_frames)) * SAMPLES_PER_AUDIO_LATENT
         packets = [pictures.encode(picture(i)) for i in range(frame, stop_frame)]
         muxer.add(packets, [*sound.encode(pcm[:, sample:stop]), *(sound.flush() if chunk.is_tail else ())])
-        final.add(packets, pcm[:, sample:stop])
+        final.add_sound(pcm[:, sample:stop])
+        for packet in packets:
+            final.add_picture(packet)
         fragments += [made.data for made in muxer.take(stop_frame, is_final=chunk.is_tail)]
         frame, sample = stop_frame, stop
     name = final.finish(video, samples, divisor=1.0).name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from h3stream.errors import PhaseError
@@ -33,13 +34,19 @@ def track(encoder: H264Encoder) -> VideoTrack:
     return VideoTrack(SIZE, SIZE, encoder.decoder_configuration, NUM_FRAMES)
 
 
-def tone(level: float) -> np.ndarray:
+def fill(made: FinalFile, packets: list[Packet], pcm: npt.NDArray[np.float32]) -> None:
+    for packet in packets:
+        made.add_picture(packet)
+    made.add_sound(pcm)
+
+
+def tone(level: float) -> npt.NDArray[np.float32]:
     return level * np.sin(np.arange(NUM_SAMPLES) / 20, dtype=np.float32)[None].repeat(2, 0)
 
 
 def test_the_file_appears_only_when_it_is_complete(encoder: H264Encoder, tmp_path: Path) -> None:
     made = FinalFile(tmp_path / "new" / "directory")
-    made.add(pictures(encoder), tone(0.1))
+    fill(made, pictures(encoder), tone(0.1))
     assert all(path.name.startswith(".") for path in (tmp_path / "new" / "directory").iterdir())
     file = made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
     assert [path.name for path in (tmp_path / "new" / "directory").iterdir()] == ["final.mp4"]
@@ -50,7 +57,7 @@ def test_the_file_appears_only_when_it_is_complete(encoder: H264Encoder, tmp_pat
 
 def test_players_find_the_header_first(encoder: H264Encoder, tmp_path: Path) -> None:
     made = FinalFile(tmp_path)
-    made.add(pictures(encoder), tone(0.1))
+    fill(made, pictures(encoder), tone(0.1))
     made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
     assert [kind for kind, _ in boxes((tmp_path / "final.mp4").read_bytes())] == ["ftyp", "moov", "mdat"]
 
@@ -59,7 +66,7 @@ def test_pictures_are_copied_and_times_are_exact(encoder: H264Encoder, tmp_path:
     packets = pictures(encoder)
     made = FinalFile(tmp_path)
     for start in (0, 17):  # as chunks come
-        made.add(packets[start : start + 17], tone(0.1)[:, start * 1000 : start * 1000 + 17_000])
+        fill(made, packets[start : start + 17], tone(0.1)[:, start * 1000 : start * 1000 + 17_000])
     made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
     with av.open(io.BytesIO((tmp_path / "final.mp4").read_bytes())) as container:
         found = [packet for packet in container.demux(video=0) if packet.size]
@@ -74,7 +81,7 @@ def test_pictures_are_copied_and_times_are_exact(encoder: H264Encoder, tmp_path:
 @pytest.mark.parametrize("divisor", [1.0, 2.5])
 def test_sound_is_divided_by_the_whole_clips_divisor(encoder: H264Encoder, tmp_path: Path, divisor: float) -> None:
     made = FinalFile(tmp_path)
-    made.add(pictures(encoder), tone(0.5))
+    fill(made, pictures(encoder), tone(0.5))
     made.finish(track(encoder), NUM_SAMPLES, divisor)
     sound = decode_sound((tmp_path / "final.mp4").read_bytes())[:, 2000:27_000]
     assert float(sound.std()) == pytest.approx(0.5 / divisor / 2**0.5, rel=0.01)
@@ -82,7 +89,7 @@ def test_sound_is_divided_by_the_whole_clips_divisor(encoder: H264Encoder, tmp_p
 
 def test_discarding_leaves_nothing(encoder: H264Encoder, tmp_path: Path) -> None:
     made = FinalFile(tmp_path)
-    made.add(pictures(encoder), tone(0.1))
+    fill(made, pictures(encoder), tone(0.1))
     made.discard()
     made.discard()
     assert list(tmp_path.iterdir()) == []
@@ -92,9 +99,26 @@ def test_a_full_disk_is_an_error_that_names_it(encoder: H264Encoder, tmp_path: P
     (tmp_path / ".final.mp4.pcm").symlink_to("/dev/full")
     made = FinalFile(tmp_path)
     with pytest.raises(PhaseError, match=f"cannot write artifacts to {tmp_path}: No space left on device"):
-        made.add([], tone(0.1))
+        made.add_sound(tone(0.1))
     made.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_finishing_can_be_tried_again_once_there_is_room(encoder: H264Encoder, tmp_path: Path) -> None:
+    packets = pictures(encoder)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".final.mp4.part").symlink_to("/dev/full")
+    files = []
+    for name in "ab":
+        made = FinalFile(tmp_path / name)
+        fill(made, packets, tone(0.1))
+        if name == "a":
+            with pytest.raises(PhaseError, match="No space left on device"):
+                made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
+            assert not (tmp_path / "a" / "final.mp4").exists()
+            (tmp_path / "a" / ".final.mp4.part").unlink()
+        files.append(made.finish(track(encoder), NUM_SAMPLES, divisor=1.0))
+    assert files[0] == files[1]
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
