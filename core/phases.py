@@ -40,8 +40,8 @@ MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.QUEUED: frozenset({Phase.ENCODE, Phase.PREFILL}),  # a prompt seen before skips the encoder
     Phase.ENCODE: frozenset({Phase.PREFILL}),
     Phase.PREFILL: frozenset({Phase.DENOISE}),
-    Phase.DENOISE: frozenset({Phase.DECODE}),
-    Phase.DECODE: frozenset({Phase.COMMIT, Phase.FINISH}),  # delivery precedes the commit; the tail has none
+    Phase.DENOISE: frozenset({Phase.DECODE, Phase.COMMIT}),  # chunk 0 completes no frame: it waits for chunk 1
+    Phase.DECODE: frozenset({Phase.DECODE, Phase.COMMIT, Phase.FINISH}),  # the tail is not committed
     Phase.COMMIT: frozenset({Phase.DENOISE}),
     Phase.FINISH: frozenset(),
 }

@@ -42,6 +42,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     await lane.vae.open_session(job.job_id, job.clip, str(job.directory))
 
     num_chunks = len(job.plan.chunks)
+    waiting: list[tuple[int, TensorParts]] = []
     for chunk_index in range(num_chunks):
         job.enter(Phase.DENOISE, chunk_index)
         latents: TensorParts = ()
@@ -56,16 +57,22 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
             sampling_s = clock() - started_s
             num_frames_before_sampling_end = job.num_frames_emitted
 
-        # The chunk is delivered before its clean forward: nobody waits for a commit.
-        job.enter(Phase.DECODE, chunk_index)
-        await lane.device.grant(Worker.VAE)
-        async for media in lane.vae.decode_chunk(job.job_id, chunk_index, latents):
-            if isinstance(media, types_pb2.Fragment):
-                if num_fragments == 0:
-                    first_fragment_s = clock() - started_s
-                num_fragments += 1
-            num_bytes += len(media.data)
-            job.emit(media)
+        # A chunk is delivered before its clean forward: nobody waits for a commit. Chunk 0 completes no frame, so the
+        # device is not handed over for it alone: it is decoded together with chunk 1, and the first fragment leaves
+        # two hand-overs earlier.
+        waiting.append((chunk_index, latents))
+        if job.plan.chunks[chunk_index].num_frames_emitted > job.num_frames_emitted:
+            for decode_index, decode_latents in waiting:
+                job.enter(Phase.DECODE, decode_index)
+                await lane.device.grant(Worker.VAE)
+                async for media in lane.vae.decode_chunk(job.job_id, decode_index, decode_latents):
+                    if isinstance(media, types_pb2.Fragment):
+                        if num_fragments == 0:
+                            first_fragment_s = clock() - started_s
+                        num_fragments += 1
+                    num_bytes += len(media.data)
+                    job.emit(media)
+            waiting.clear()
 
         if chunk_index < num_chunks - 1:
             job.enter(Phase.COMMIT, chunk_index)

@@ -27,9 +27,11 @@ def test_a_finished_job_moves_no_further() -> None:
     assert MOVES[Phase.FINISH] == frozenset()
 
 
-def test_a_job_of_two_chunks_is_a_walk_through_the_table() -> None:
-    chunk, commit = [Phase.DENOISE, Phase.DECODE], [Phase.COMMIT]
-    walk = [Phase.QUEUED, Phase.ENCODE, Phase.PREFILL, *chunk, *commit, *chunk, Phase.FINISH]
+def test_a_job_of_three_chunks_is_a_walk_through_the_table() -> None:
+    first = [Phase.DENOISE, Phase.COMMIT]
+    second = [Phase.DENOISE, Phase.DECODE, Phase.DECODE, Phase.COMMIT]
+    tail = [Phase.DENOISE, Phase.DECODE]
+    walk = [Phase.QUEUED, Phase.ENCODE, Phase.PREFILL, *first, *second, *tail, Phase.FINISH]
     assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
 
 
@@ -37,9 +39,9 @@ def test_a_known_prompt_skips_the_text_encoder() -> None:
     assert Phase.PREFILL in MOVES[Phase.QUEUED]
 
 
-def test_a_chunk_is_decoded_before_it_is_committed() -> None:
-    assert MOVES[Phase.DENOISE] == {Phase.DECODE}
-    assert {before for before, after in MOVES.items() if Phase.COMMIT in after} == {Phase.DECODE}
+def test_a_chunk_is_sampled_before_it_is_committed_and_the_end_follows_a_decode() -> None:
+    assert {before for before, after in MOVES.items() if Phase.COMMIT in after} == {Phase.DENOISE, Phase.DECODE}
+    assert {before for before, after in MOVES.items() if Phase.FINISH in after} == {Phase.DECODE}
 
 
 def test_each_worker_holds_the_device_in_some_phase() -> None:
