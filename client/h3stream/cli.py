@@ -21,15 +21,9 @@ from typing import Any
 from h3stream.client import Client, Generation
 from h3stream.clip_file import ClipFile
 from h3stream.embedded import EmbeddedServer, model_directory, require_server_package, serve_command
-from h3stream.errors import (
-    GenerationError,
-    InvalidRequestError,
-    JobCancelledError,
-    OverloadedError,
-    StartupError,
-)
-from h3stream.events import Plan
+from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
 from h3stream.progress import Display, Lines, LiveBar, Tally
+from h3stream.report import describe_error, plan_table
 from h3stream.request import KV_STORAGES, GenerateRequest
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
@@ -49,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except InvalidRequestError as error:
-        _say(_describe(error))
+        _say(describe_error(error))
         return EXIT_BAD_INPUT
     except GenerationError as error:
-        _say(_describe(error))
+        _say(describe_error(error))
         return EXIT_FAILED
     except StartupError as error:
         _say(f"h3stream: {error}")
@@ -79,19 +73,18 @@ def generate(arguments: argparse.Namespace) -> int:
     with _connected(arguments) as client, client.generate(request) as events:
         try:
             _deliver(events, output, tally)
-        except (KeyboardInterrupt, OSError) as error:
-            _cancel_quietly(client, events.job_id)
-            if isinstance(error, BrokenPipeError) and is_piped:
-                _say("h3stream: the reader has gone; the job is cancelled")
-                return EXIT_READER_GONE
-            if isinstance(error, OSError):
-                _say(f"h3stream: cannot write {output}: {error.strerror}; the job is cancelled")
-                return EXIT_FAILED
-            _say(f"h3stream: interrupted; the job is cancelled{_kept(output, tally)}")
+        except KeyboardInterrupt:
+            _say(f"h3stream: interrupted; {_cancel(client, events.job_id)}{_kept(output, tally)}")
             return EXIT_INTERRUPTED
+        except OSError as error:
+            if is_piped and isinstance(error, BrokenPipeError):
+                _say(f"h3stream: the reader has gone; {_cancel(client, events.job_id)}")
+                return EXIT_READER_GONE
+            _say(f"h3stream: cannot write {output}: {error.strerror}; {_cancel(client, events.job_id)}")
+            return EXIT_FAILED
         except GenerationError:
-            if kept := _kept(output, tally):
-                _say(kept.removeprefix("; "))
+            if events.job_id:
+                _say(f"h3stream: the clip is not whole{_kept(output, tally)}")
             raise
     results = sys.stderr if is_piped else sys.stdout
     print("\n".join(tally.summary()), file=results)
@@ -108,7 +101,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(result)
     else:
-        print("\n".join(_plan_table(result)))
+        print("\n".join(plan_table(result)))
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -263,51 +256,21 @@ def _deliver(events: Generation, output: str, tally: Tally) -> None:
             display.close()
 
 
-def _cancel_quietly(client: Client, job_id: str) -> None:
-    if job_id:
-        try:
-            client.cancel(job_id)
-        except GenerationError as error:
-            _say(_describe(error))
+def _cancel(client: Client, job_id: str) -> str:
+    """Cancels the job of a stream that is being left; returns what became of it, in words."""
+    if not job_id:
+        return "no job had been accepted"
+    try:
+        client.cancel(job_id)
+    except GenerationError as error:
+        return f"job {job_id} could not be cancelled ({error.message})"
+    return "the job is cancelled"
 
 
 def _kept(output: str, tally: Tally) -> str:
     if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
         return ""
     return f"; {output} keeps the {tally.num_frames_emitted} of {tally.num_frames} frames that had arrived"
-
-
-def _plan_table(plan: Plan) -> list[str]:
-    clip = plan.clip
-    window = "all chunks" if clip.window is None else f"window {clip.window}"
-    rows = [
-        f"{index:5}{f'{chunk.video_start}:{chunk.video_stop}':>15}{f'{chunk.audio_start}:{chunk.audio_stop}':>15}"
-        f"{chunk.num_frames_emitted:>12}"
-        for index, chunk in enumerate(plan.chunks)
-    ]
-    return [
-        f"{clip.num_frames} frames of {clip.width}x{clip.height}, {clip.num_frames / 24:.2f} s, "
-        f"{plan.num_samples} samples, about {plan.expected_stream_bytes} bytes",
-        f"{clip.steps} steps, shifts {clip.video_shift:g} and {clip.audio_shift:g}, sink {clip.sink}, {window}, "
-        f"KV on {clip.kv_storage}, seed {clip.seed}",
-        f"{plan.num_noise_forwards} noise forwards, {plan.num_clean_forwards} clean forwards",
-        "",
-        "chunk  video latents  audio latents  frames out",
-        *rows,
-        *(f"warning: {warning.message}" for warning in plan.warnings),
-    ]
-
-
-def _describe(error: GenerationError) -> str:
-    if isinstance(error, InvalidRequestError) and error.violations:
-        lines = [f"  {violation.description}" for violation in error.violations]
-        return "\n".join(["h3stream: the request is not valid", *lines])
-    text = f"h3stream: {error.reason}: {error.message}"
-    facts = [f"job {error.job_id}"] if error.job_id else []
-    facts += [f"phase {error.phase}"] if error.phase else []
-    facts += [f"chunk {error.chunk_index}"] if error.chunk_index >= 0 else []
-    facts += [f"try again in {error.retry_after_s:g} s"] if isinstance(error, OverloadedError) else []
-    return "\n".join([text, *([f"  {', '.join(facts)}"] if facts else [])])
 
 
 def _print_json(value: Any) -> None:

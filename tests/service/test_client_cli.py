@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from h3stream import Fragment, GenerateRequest, MuxError, OverloadedError
+from h3stream import Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError
 from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
 
 PLAN = plan_of(GenerateRequest("a fox"))
@@ -167,6 +167,19 @@ async def test_an_interrupt_cancels_the_job_and_keeps_what_had_arrived(
     assert clip.read_bytes() == due
 
 
+async def test_a_job_that_could_not_be_cancelled_is_not_called_cancelled(
+    address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(stall_at=FIRST.seq + 1)
+    process = await start("generate", "a fox", "-o", "clip.mp4", "--server", address, cwd=tmp_path)
+    await until(lambda: (tmp_path / "clip.mp4").exists())
+    service.script.refuse_with = NotReadyError("the server is stopping")
+    process.send_signal(signal.SIGINT)
+    result = await finish(process)
+    assert result.status == 130
+    assert "interrupted; job job-0 could not be cancelled (the server is stopping); clip.mp4 keeps" in result.err
+
+
 async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(b"older")
     result = await run("generate", "a fox", "-o", "clip.mp4", "--frames", "40")
@@ -211,7 +224,7 @@ async def test_a_failure_mid_stream_says_why_and_keeps_what_had_arrived(
     result = await run("generate", "a fox", "-o", "clip.mp4")
     assert (result.status, result.out) == (1, b"")
     assert result.err.splitlines()[-3:] == [
-        "clip.mp4 keeps the 17 of 39 frames that had arrived",
+        "h3stream: the clip is not whole; clip.mp4 keeps the 17 of 39 frames that had arrived",
         "h3stream: MUX_FAILED: no encoder",
         "  job job-0, phase decode, chunk 1",
     ]
