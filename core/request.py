@@ -30,6 +30,8 @@ MIN_SHIFT, MAX_SHIFT = 0.01, 100.0
 MIN_SINK, MAX_SINK = 1, 64
 MIN_WINDOW, MAX_WINDOW = 0, 64
 MIN_SEED, MAX_SEED = 0, 2**64 - 1
+DISTINCT_SEEDS = 2**32
+"""Seeds that make noise of their own: torch's CPU generator, a Mersenne Twister, is seeded with 32 bits."""
 KV_STORAGES = ("gpu", "cpu", "cpu_pinned")
 
 MAX_SIDE = MAX_CANVAS_PIXELS // CANVAS_MULTIPLE
@@ -114,13 +116,20 @@ def clip_violations(clip: ClipValues) -> list[Violation]:
 
 def clip_warnings(clip: ClipValues) -> list[tuple[str, str]]:
     """(reason, message) of what the caller of a valid clip should know before it starts."""
-    if clip.num_frames <= AUDITED_FRAMES:
-        return []
-    message = (
-        f"{clip.num_frames} frames are beyond the audited range: "
-        f"the RAVEN adapter was audited up to {AUDITED_FRAMES} frames"
-    )
-    return [("FRAMES_BEYOND_AUDITED_RANGE", message)]
+    warnings = []
+    if clip.num_frames > AUDITED_FRAMES:
+        message = (
+            f"{clip.num_frames} frames are beyond the audited range: "
+            f"the RAVEN adapter was audited up to {AUDITED_FRAMES} frames"
+        )
+        warnings.append(("FRAMES_BEYOND_AUDITED_RANGE", message))
+    if clip.seed >= DISTINCT_SEEDS:
+        message = (
+            f"seed {clip.seed} makes the same noise as seed {clip.seed % DISTINCT_SEEDS}: "
+            "the generator reads the low 32 bits"
+        )
+        warnings.append(("SEED_NOT_DISTINCT", message))
+    return warnings
 
 
 def prompt_violations(prompt: str) -> list[Violation]:

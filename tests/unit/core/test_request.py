@@ -113,6 +113,16 @@ def test_clips_beyond_the_audited_range_are_made_with_a_warning(frames: int, war
     assert all(str(frames) in message and "192" in message for _, message in warnings)
 
 
+@pytest.mark.parametrize(("seed", "twin"), [(2**32, "0"), (2**63 + 7, "7")])
+def test_a_seed_that_shares_its_noise_with_a_smaller_one_is_made_with_a_warning(seed: int, twin: str) -> None:
+    clip = dataclasses.replace(CLIP, seed=seed)
+    assert clip_violations(clip) == []
+    assert [(reason, f"as seed {twin}:" in text) for reason, text in clip_warnings(clip)] == [
+        ("SEED_NOT_DISTINCT", True)
+    ]
+    assert clip_warnings(dataclasses.replace(CLIP, seed=2**32 - 1)) == []
+
+
 @pytest.mark.parametrize("side", ["width", "height"])
 @pytest.mark.parametrize("pixels", [0, -32, -1])
 def test_a_side_that_is_not_positive_is_named_with_its_value(side: str, pixels: int) -> None:
