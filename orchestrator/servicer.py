@@ -8,8 +8,13 @@ from typing import Any
 
 from core.geometry import MAX_CANVAS_PIXELS, valid_frame_counts
 from core.prompt import MAX_PROMPT_BYTES
-from h3stream.codec import clip_spec_to_proto, request_from_proto
-from h3stream.request import ClipSpec
+from h3stream.codec import (
+    clip_spec_to_proto,
+    plan_request_from_proto,
+    refuse_unknown_fields,
+    request_from_proto,
+)
+from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from orchestrator.admission import check, make_plan, resolve
 from orchestrator.config import Settings
@@ -31,7 +36,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     async def Generate(
         self, request: video_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[video_pb2.GenerateResponse]:
-        prompt, clip, plan = self._admit(request)
+        prompt, clip, plan = self._admit(request_from_proto(request))
         job = await self._scheduler.submit(prompt, clip, plan)
         try:
             async for event in job.log.read():
@@ -41,23 +46,26 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
                 self._scheduler.request_cancel(job)
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
+        refuse_unknown_fields(request)
         job = self._scheduler.job(request.job_id)
         self._scheduler.request_cancel(job)
         await job.ended.wait()
         return video_pb2.CancelJobResponse(job=job.to_proto())
 
     async def GetJob(self, request: video_pb2.GetJobRequest, context: Any) -> video_pb2.GetJobResponse:
+        refuse_unknown_fields(request)
         return video_pb2.GetJobResponse(job=self._scheduler.job(request.job_id).to_proto())
 
     async def PlanGeneration(
         self, request: video_pb2.PlanGenerationRequest, context: Any
     ) -> video_pb2.PlanGenerationResponse:
-        _, _, plan = self._admit(request.generation)
+        _, _, plan = self._admit(plan_request_from_proto(request))
         return video_pb2.PlanGenerationResponse(plan=plan)
 
     async def GetServerInfo(
         self, request: video_pb2.GetServerInfoRequest, context: Any
     ) -> video_pb2.GetServerInfoResponse:
+        refuse_unknown_fields(request)
         workers = self._scheduler.workers
         return video_pb2.GetServerInfoResponse(
             server_version=metadata.version("h3stream-server"),
@@ -74,9 +82,8 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
             settings=self._settings.public(),
         )
 
-    def _admit(self, message: video_pb2.GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
+    def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
-        request = request_from_proto(message)
         clip = resolve(request, self._model.default_clip)
         check(request.prompt, clip)
         return request.prompt, clip, make_plan(clip, self._model, self._settings.video_bit_rate)

@@ -83,3 +83,20 @@ async def test_server_info_states_limits_defaults_and_weights(service: Service) 
     assert {name.partition("/")[0] for name in info.weight_digests} == {"text_encoder", "dit", "vae"}
     assert info.library_versions["torch"]
     assert info.settings["max_queued_jobs"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("method", "request_class"),
+    [
+        ("PlanGeneration", video_pb2.PlanGenerationRequest),
+        ("CancelJob", video_pb2.CancelJobRequest),
+        ("GetJob", video_pb2.GetJobRequest),
+        ("GetServerInfo", video_pb2.GetServerInfoRequest),
+    ],
+)
+async def test_an_unknown_field_is_refused_by_every_call(service: Service, method: str, request_class: type) -> None:
+    request = request_class.FromString(b"\xf8\x07\x01")  # field 127, a varint
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await getattr(service.stub, method)(request)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == f"{request_class.__name__} has no field number 127"
