@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import ConfigError, InvalidRequestError, MuxError
+from h3stream.errors import ConfigError, GenerationError, InvalidRequestError, MuxError
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler
 from services.common.verbs import Cancelled, VerbRunner
@@ -42,6 +42,25 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
     async def DecodeChunk(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DecodeChunkResponse]:
+        try:
+            session_id, chunk_index, latents = await self._receive(request_iterator)
+        except GenerationError:
+            # A call that ends while its sender still writes reaches the sender as an internal error without our words.
+            async for _ in request_iterator:
+                pass
+            raise
+
+        def decode(emit: Callable[[Media], None], cancelled: Cancelled) -> None:
+            video, audio = latents["video"], latents["audio"]
+            self._worker.decode_chunk(session_id, chunk_index, video, audio, emit, cancelled)
+
+        async for media in self._runner.stream(decode):
+            yield _to_response(media)
+
+    async def _receive(
+        self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest]
+    ) -> tuple[str, int, dict[str, torch.Tensor]]:
+        """Session, chunk index and latents of a DecodeChunk call."""
         header: workers_pb2.DecodeChunkHeader | None = None
         assembler: TensorAssembler | None = None
         async for request in request_iterator:
@@ -59,14 +78,7 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
                 raise InvalidRequestError("every message of DecodeChunk but the first must be a tensor part")
         if header is None or assembler is None:
             raise InvalidRequestError('DecodeChunk needs a header and the parts of "video" and "audio"')
-        session_id, chunk_index, latents = header.session_id, header.chunk_index, assembler.finish()
-
-        def decode(emit: Callable[[Media], None], cancelled: Cancelled) -> None:
-            video, audio = latents["video"], latents["audio"]
-            self._worker.decode_chunk(session_id, chunk_index, video, audio, emit, cancelled)
-
-        async for media in self._runner.stream(decode):
-            yield _to_response(media)
+        return header.session_id, header.chunk_index, assembler.finish()
 
     async def Finish(self, request: workers_pb2.FinishRequest, context: Any) -> workers_pb2.FinishResponse:
         finished = await self._runner.run(lambda _: self._worker.finish(request.session_id))
