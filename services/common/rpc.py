@@ -56,11 +56,19 @@ class ErrorInterceptor(aio.ServerInterceptor):
             return handler  # type: ignore[no-any-return]
         inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
 
+        async def refuse(request: Any, context: aio.ServicerContext[Any, Any], error: Exception) -> None:
+            if handler.request_streaming:
+                # A call that ends while its sender still writes reaches the sender as an internal error without our
+                # words, so the sender is let finish.
+                async for _ in request:
+                    pass
+            await _abort(context, method, error)
+
         async def unary(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
                 return await inner(request, context)
             except Exception as error:
-                await _abort(context, method, error)
+                await refuse(request, context, error)
 
         async def stream(request: Any, context: aio.ServicerContext[Any, Any]) -> None:
             # Writes instead of yielding: when the caller goes during a write, gRPC cancels this coroutine, so the
@@ -70,7 +78,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
                     async for response in responses:
                         await context.write(response)
             except Exception as error:
-                await _abort(context, method, error)
+                await refuse(request, context, error)
 
         make: Any = {
             (False, False): grpc.unary_unary_rpc_method_handler,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import ConfigError, GenerationError, InvalidRequestError, MuxError
+from h3stream.errors import ConfigError, InvalidRequestError, MuxError
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler
 from services.common.verbs import Cancelled, VerbRunner
@@ -42,13 +42,7 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
     async def DecodeChunk(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DecodeChunkResponse]:
-        try:
-            session_id, chunk_index, latents = await self._receive(request_iterator)
-        except GenerationError:
-            # A call that ends while its sender still writes reaches the sender as an internal error without our words.
-            async for _ in request_iterator:
-                pass
-            raise
+        session_id, chunk_index, latents = await self._receive(request_iterator)
 
         def decode(emit: Callable[[Media], None], cancelled: Cancelled) -> None:
             video, audio = latents["video"], latents["audio"]
