@@ -100,6 +100,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def until_it_samples(process: Process) -> None:
+    assert process.stderr is not None
+    while b"denoise" not in await asyncio.wait_for(process.stderr.readline(), 30):
+        pass
+
+
 async def test_generate_without_a_server_starts_one_and_stops_it(marks: Path, tmp_path: Path) -> None:
     status, out, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model"))
     assert status == 0, err
@@ -140,9 +146,7 @@ async def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 async def test_an_interrupt_cancels_the_job_and_stops_the_server(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "stall")
     process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
-    assert process.stderr is not None
-    while b"denoise" not in await asyncio.wait_for(process.stderr.readline(), 30):
-        pass
+    await until_it_samples(process)
     process.send_signal(signal.SIGINT)
     status, _, err = await finish(process)
     assert status == 130
@@ -162,7 +166,7 @@ async def test_an_interrupt_while_the_server_starts_stops_it(marks: Path) -> Non
 async def test_the_server_ends_when_its_parent_is_killed(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "stall")
     process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
-    await until((marks / "pid").exists)
+    await until_it_samples(process)
     process.kill()
     await finish(process)
     await until((marks / "stopped").exists)
