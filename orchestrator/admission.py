@@ -9,10 +9,10 @@ from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
 from core.request import clip_violations, clip_warnings, prompt_violations
 from h3stream.codec import clip_spec_to_proto
-from h3stream.errors import FieldViolation, InvalidRequestError, OffGridError
 from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
+from services.common.refusal import refuse
 
 AUDIO_BITS_PER_SECOND = 128_000
 """Target rate of the AAC track."""
@@ -29,14 +29,7 @@ def resolve(request: GenerateRequest, defaults: ClipSpec) -> ClipSpec:
 
 def check(prompt: str, clip: ClipSpec) -> None:
     """Raises InvalidRequestError with every violation of a request whose defaults are filled in."""
-    violations = [
-        FieldViolation(v.field, v.description, v.reason) for v in (*prompt_violations(prompt), *clip_violations(clip))
-    ]
-    if violations:
-        only_off_grid = [v.reason for v in violations] == [OffGridError.reason]
-        raise (OffGridError if only_off_grid else InvalidRequestError)(
-            "; ".join(v.description for v in violations), violations=tuple(violations)
-        )
+    refuse([*prompt_violations(prompt), *clip_violations(clip)])
 
 
 def make_plan(clip: ClipSpec, model: ModelInfo, video_bits_per_second: int) -> video_pb2.Plan:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from core.request import clip_violations
-from h3stream.errors import DeviceMemoryError, FieldViolation, InvalidRequestError, UnsupportedError
+from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
 from services.common.checkpoint import header_digest
 from services.common.ledger import ResidencyLedger
+from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, VerbCancelled
 from services.dit.adaln import NUM_TAGS
@@ -78,7 +79,7 @@ class DitWorker:
         """
         opened = self._sessions.get(session_id)
         if opened is None:
-            _check_clip(clip)
+            refuse(clip_violations(clip))
             _check_text(context, token_tags)
             self.weights.require()
             if cancelled():
@@ -133,12 +134,6 @@ class DitWorker:
             return self._sessions[session_id]
         except KeyError:
             raise UnsupportedError(f"there is no session {session_id!r}: open it first") from None
-
-
-def _check_clip(clip: ClipSpec) -> None:
-    violations = tuple(FieldViolation(v.field, v.description, v.reason) for v in clip_violations(clip))
-    if violations:
-        raise InvalidRequestError("; ".join(v.description for v in violations), violations=violations)
 
 
 def _check_text(context: Tensor, token_tags: Tensor) -> None:

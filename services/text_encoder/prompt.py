@@ -11,18 +11,10 @@ from typing import Any
 import torch
 
 from core.prompt import ALLOWED_SPECIAL_TOKENS
-from core.request import prompt_violations
-from h3stream.errors import CheckpointError, FieldViolation, InvalidRequestError
+from h3stream.errors import CheckpointError
 
 TEXT_TAG = 1
 """Tag of a text row; it selects the row's modulation in the DiT."""
-
-
-def check_prompt(prompt: str) -> None:
-    """Raises InvalidRequestError, with every violation, for a prompt that cannot be encoded."""
-    violations = tuple(FieldViolation(v.field, v.description, v.reason) for v in prompt_violations(prompt))
-    if violations:
-        raise InvalidRequestError("; ".join(v.description for v in violations), violations=violations)
 
 
 def token_tags(num_tokens: int) -> torch.Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from core.request import prompt_violations
 from services.common.ledger import ResidencyLedger
+from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, VerbCancelled
 from services.text_encoder.config import TextEncoderConfig
 from services.text_encoder.embedding_cache import Embedding, EmbeddingCache, content_key
 from services.text_encoder.encoder import hidden_states
-from services.text_encoder.prompt import PromptTokenizer, check_prompt, token_tags
+from services.text_encoder.prompt import PromptTokenizer, token_tags
 from services.text_encoder.weights import load_language_model
 
 
@@ -41,7 +43,7 @@ class TextEncoderWorker:
 
         Raises InvalidRequestError for a prompt that cannot be encoded.
         """
-        check_prompt(prompt)
+        refuse(prompt_violations(prompt))
         return self._cache.get(self._key(prompt))
 
     def encode(self, prompt: str, cancelled: Cancelled) -> tuple[Embedding, bool]:

@@ -11,16 +11,16 @@ import torch
 from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
-    CANVAS_MULTIPLE,
-    MAX_CANVAS_PIXELS,
     VIDEO_LATENT_CHANNELS,
     Chunk,
     chunk_table,
     latent_size,
 )
+from core.request import clip_violations
 from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
 from services.common.ledger import ResidencyLedger
+from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, VerbCancelled
 from services.vae.artifacts import ArtifactFile
@@ -98,15 +98,17 @@ class VaeWorker:
     def open_session(self, session_id: str, clip: ClipSpec, artifact_directory: Path | None) -> None:
         """Starts a clip; needs no phase. Opening it again with the same clip and directory changes nothing.
 
-        Raises InvalidRequestError for a clip that cannot be, UnsupportedError if the session is another clip's,
-        MuxError if no encoder works, PhaseError if artifacts cannot be written.
+        Raises InvalidRequestError for a clip that cannot be or a session that is open with another one, MuxError if no
+        encoder works, PhaseError if artifacts cannot be written.
         """
         session = self._sessions.get(session_id)
         if session is not None:
             if (session.clip, session.artifact_directory) != (clip, artifact_directory):
-                raise UnsupportedError(f"session {session_id!r} is open for another clip")
+                raise InvalidRequestError(f"session {session_id!r} is open with another clip or directory")
             return
-        chunks = _chunks_of(session_id, clip)
+        if not session_id:
+            raise InvalidRequestError("session_id is empty")
+        refuse(clip_violations(clip))
         decoder = ClipDecoder(
             self._models,
             self.weights.device,
@@ -115,7 +117,7 @@ class VaeWorker:
             video_bit_rate=self._config.video_bit_rate,
             video_encoder=self._config.video_encoder,
         )
-        self._sessions[session_id] = VaeSession(clip, artifact_directory, decoder, chunks)
+        self._sessions[session_id] = VaeSession(clip, artifact_directory, decoder, chunk_table(clip.num_frames))
 
     def latent_shapes(self, session_id: str, chunk_index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a chunk's video `[1, 24, t, H, W]` and audio `[1, 32, 2, a]` latents.
@@ -221,19 +223,3 @@ def _video_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "float16": torch.float16}[name]
-
-
-def _chunks_of(session_id: str, clip: ClipSpec) -> tuple[Chunk, ...]:
-    if not session_id:
-        raise InvalidRequestError("session_id is empty")
-    for name, size in (("width", clip.width), ("height", clip.height)):
-        if size < CANVAS_MULTIPLE or size % CANVAS_MULTIPLE:
-            raise InvalidRequestError(f"{name} is {size}; it must be a positive multiple of {CANVAS_MULTIPLE}")
-    if clip.width * clip.height > MAX_CANVAS_PIXELS:
-        raise InvalidRequestError(
-            f"{clip.width}x{clip.height} is {clip.width * clip.height} pixels; at most {MAX_CANVAS_PIXELS} are allowed"
-        )
-    try:
-        return chunk_table(clip.num_frames)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error

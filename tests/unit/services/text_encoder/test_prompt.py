@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from core.prompt import ALLOWED_SPECIAL_TOKENS, MAX_PROMPT_BYTES, REFUSED_SPECIAL_TOKENS
+from core.request import prompt_violations
 from h3stream.errors import CheckpointError, InvalidRequestError
-from services.text_encoder.prompt import PromptTokenizer, check_prompt, token_tags
+from services.common.refusal import refuse
+from services.text_encoder.prompt import PromptTokenizer, token_tags
 
 VOCAB_SIZE = 768
 
@@ -135,10 +137,10 @@ def test_all_tags_of_a_text_prompt_are_one() -> None:
 )
 def test_a_prompt_that_cannot_be_encoded_is_a_violation_of_its_field(prompt: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        check_prompt(prompt)
+        refuse(prompt_violations(prompt))
     assert [(v.field, v.reason) for v in raised.value.violations] == [("prompt", reason)]
 
 
 def test_the_longest_prompt_and_every_allowed_token_are_accepted() -> None:
-    check_prompt("x" * MAX_PROMPT_BYTES)
-    check_prompt(" ".join(ALLOWED_SPECIAL_TOKENS))
+    refuse(prompt_violations("x" * MAX_PROMPT_BYTES))
+    refuse(prompt_violations(" ".join(ALLOWED_SPECIAL_TOKENS)))
