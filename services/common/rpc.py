@@ -6,16 +6,17 @@ Imports neither torch nor a model, so the orchestrator uses it too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio  # type: ignore[attr-defined]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from h3stream.errors import GenerationError, PhaseError, StartupError
+from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError
 from h3stream.status import DETAILS_KEY, to_status
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,21 @@ class ErrorInterceptor(aio.ServerInterceptor):
             return handler  # type: ignore[no-any-return]
         inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
 
+        # Requests are parsed here and not by gRPC, which answers bytes that are no message with UNKNOWN and a traceback
+        # in the log for each.
+        def parsed(data: bytes) -> Any:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError as error:
+                raise InvalidRequestError(f"the request is no message of {method}: {error}") from None
+
+        async def parsed_stream(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for data in stream:
+                yield parsed(data)
+
+        def decode(request: Any) -> Any:
+            return parsed_stream(request) if handler.request_streaming else parsed(request)
+
         async def refuse(request: Any, context: aio.ServicerContext[Any, Any], error: Exception) -> None:
             if handler.request_streaming:
                 # A call that ends while its sender still writes reaches the sender as an internal error without our
@@ -66,7 +82,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
         async def unary(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                return await inner(request, context)
+                return await inner(decode(request), context)
             except Exception as error:
                 await refuse(request, context, error)
 
@@ -74,7 +90,7 @@ class ErrorInterceptor(aio.ServerInterceptor):
             # Writes instead of yielding: when the caller goes during a write, gRPC cancels this coroutine, so the
             # handler's generator is closed here and now and not when the garbage collector finds it.
             try:
-                async with aclosing(inner(request, context)) as responses:
+                async with aclosing(inner(decode(request), context)) as responses:
                     async for response in responses:
                         await context.write(response)
             except Exception as error:
@@ -88,7 +104,6 @@ class ErrorInterceptor(aio.ServerInterceptor):
         }[handler.request_streaming, handler.response_streaming]
         return make(  # type: ignore[no-any-return]
             stream if handler.response_streaming else unary,
-            request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 

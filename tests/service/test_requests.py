@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from h3stream.errors import InvalidRequestError
+from h3stream.status import from_rpc_error
 from h3stream.v1 import video_pb2
 from services.common.ledger import read_ledger
+from services.common.rpc import connect
 from tests.service.conftest import Service
 
 
@@ -100,3 +105,20 @@ async def test_an_unknown_field_is_refused_by_every_call(service: Service, metho
         await getattr(service.stub, method)(request)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details() == f"{request_class.__name__} has no field number 127"
+
+
+@pytest.mark.parametrize("method", ["Generate", "CancelJob", "GetJob", "PlanGeneration", "GetServerInfo"])
+@pytest.mark.parametrize("garbage", [b"\xff" * 10, b"\x0a\x03\xed\xa0\x80"], ids=["no message", "a lone surrogate"])
+async def test_bytes_that_are_no_message_are_refused_without_a_word_in_the_log(
+    service: Service, caplog: pytest.LogCaptureFixture, method: str, garbage: bytes
+) -> None:
+    if method == "GetServerInfo":
+        garbage = b"\xff" * 10  # it has no text that could be wrong
+    path = f"/h3stream.v1.VideoService/{method}"
+    async with connect(service.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary(path)(garbage)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert method in refused.value.details()
+    assert isinstance(from_rpc_error(refused.value), InvalidRequestError)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
