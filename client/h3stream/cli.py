@@ -6,30 +6,35 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted (Ctrl-C, SIGTERM), 1
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from h3stream.client import Client, Generation
-from h3stream.clip_file import ClipFile
+from h3stream.aio import AsyncClient
+from h3stream.delivery import STANDARD_OUTPUT, Ending, deliver
 from h3stream.embedded import EmbeddedServer, model_directory, require_server_package, serve_command
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
-from h3stream.progress import Display, Lines, LiveBar, Tally
-from h3stream.report import describe_error, plan_table
+from h3stream.progress import Tally
+from h3stream.report import describe_error, plan_table, say
 from h3stream.request import KV_STORAGES, GenerateRequest
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_READER_GONE = 1, 2, 130, 141
-STANDARD_OUTPUT = "-"
-DEFAULT_COLUMNS = 80
-"""For terminals that do not know their width."""
+Answer = TypeVar("Answer")
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+STATUS_OF_ENDING = {
+    Ending.WHOLE: 0,
+    Ending.NOT_WRITTEN: EXIT_FAILED,
+    Ending.INTERRUPTED: EXIT_INTERRUPTED,
+    Ending.READER_GONE: 141,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,16 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except InvalidRequestError as error:
-        _say(describe_error(error))
+        say(describe_error(error))
         return EXIT_BAD_INPUT
     except GenerationError as error:
-        _say(describe_error(error))
+        say(describe_error(error))
         return EXIT_FAILED
     except StartupError as error:
-        _say(f"h3stream: {error}")
+        say(f"h3stream: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        _say("h3stream: interrupted")
+        say("h3stream: interrupted")
         return EXIT_INTERRUPTED
 
 
@@ -62,42 +67,28 @@ def generate(arguments: argparse.Namespace) -> int:
     output: str = arguments.output
     is_piped = output == STANDARD_OUTPUT
     if is_piped and sys.stdout.isatty():
-        _say(
+        say(
             "h3stream: standard output is a terminal; pipe it into a player, e.g. h3stream generate ... -o - | ffplay -"
         )
         return EXIT_BAD_INPUT
     if not is_piped and not Path(output).absolute().parent.is_dir():
-        _say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
+        say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
         return EXIT_BAD_INPUT
     tally = Tally()
-    with _connected(arguments) as client, client.generate(request) as events:
-        try:
-            _deliver(events, output, tally)
-        except KeyboardInterrupt:
-            _say(f"h3stream: interrupted; {_cancel(client, events.job_id)}{_kept(output, tally)}")
-            return EXIT_INTERRUPTED
-        except OSError as error:
-            if is_piped and isinstance(error, BrokenPipeError):
-                _say(f"h3stream: the reader has gone; {_cancel(client, events.job_id)}")
-                return EXIT_READER_GONE
-            _say(f"h3stream: cannot write {output}: {error.strerror}; {_cancel(client, events.job_id)}")
-            return EXIT_FAILED
-        except GenerationError:
-            if events.job_id:
-                _say(f"h3stream: the clip is not whole{_kept(output, tally)}")
-            raise
-    results = sys.stderr if is_piped else sys.stdout
-    print("\n".join(tally.summary()), file=results)
-    if not is_piped:
-        print(output)
-    return 0
+    with _server(arguments) as address:
+        ending = asyncio.run(deliver(address, request, output, tally))
+    if ending is Ending.WHOLE:
+        print("\n".join(tally.summary()), file=sys.stderr if is_piped else sys.stdout)
+        if not is_piped:
+            print(output)
+    return STATUS_OF_ENDING[ending]
 
 
 def plan(arguments: argparse.Namespace) -> None:
     """`h3stream plan`: tells what a request would make."""
     request = _request(arguments)
-    with _connected(arguments) as client:
-        result = client.plan(request)
+    with _server(arguments) as address:
+        result = _ask(address, lambda client: client.plan(request))
     if arguments.json:
         _print_json(result)
     else:
@@ -110,27 +101,24 @@ def serve(arguments: argparse.Namespace) -> None:
     extra: list[str] = arguments.extra
     has_model = any(argument.partition("=")[0] in ("--model", "--config", "-h", "--help") for argument in extra)
     if not has_model and "H3STREAM_MODEL" not in os.environ:
-        extra = ["--model", str(model_directory(None, os.environ, _say)), *extra]
+        extra = ["--model", str(model_directory(None, os.environ, say)), *extra]
     command = serve_command(extra)
     os.execv(command[0], command)
 
 
 def info(arguments: argparse.Namespace) -> None:
     """`h3stream info`: prints the server's facts."""
-    with Client(arguments.server) as client:
-        _print_json(client.server_info())
+    _print_json(_ask(arguments.server, lambda client: client.server_info()))
 
 
 def job(arguments: argparse.Namespace) -> None:
     """`h3stream job`: prints what is known of a job."""
-    with Client(arguments.server) as client:
-        _print_json(client.job(arguments.job_id))
+    _print_json(_ask(arguments.server, lambda client: client.job(arguments.job_id)))
 
 
 def cancel(arguments: argparse.Namespace) -> None:
     """`h3stream cancel`: cancels a job and waits until its lane is free."""
-    with Client(arguments.server) as client:
-        print(client.cancel(arguments.job_id).state)
+    print(_ask(arguments.server, lambda client: client.cancel(arguments.job_id)).state)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -218,67 +206,40 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
 
 
 @contextmanager
-def _connected(arguments: argparse.Namespace) -> Iterator[Client]:
-    """A client of the server that was named, or of one that is started for the block."""
+def _server(arguments: argparse.Namespace) -> Iterator[str]:
+    """The address of the server that was named, or of one that runs for the block."""
     if arguments.server:
-        with Client(arguments.server) as client:
-            yield client
+        yield arguments.server
         return
     require_server_package()
-    model = model_directory(arguments.model, os.environ, _say)
-    with EmbeddedServer(model, _say) as server, Client(server.address) as client:
+    model = model_directory(arguments.model, os.environ, say)
+    with EmbeddedServer(model, say) as server:
         try:
-            yield client
+            yield server.address
         except (InvalidRequestError, JobCancelledError):
             raise
         except GenerationError:
             # The log goes with the server.
-            _say(f"the service's log ends with:\n{server.log_tail()}")
+            say(f"the service's log ends with:\n{server.log_tail()}")
             raise
 
 
-def _deliver(events: Generation, output: str, tally: Tally) -> None:
-    started_s = time.monotonic()
-    display: Display
-    if sys.stderr.isatty():
-        display = LiveBar(sys.stderr, lambda: os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS)
-    else:
-        display = Lines(sys.stderr)
-    # Written past sys.stdout, so nothing waits in a buffer and nothing complains at exit if the reader has gone.
-    with ClipFile(os.dup(sys.stdout.fileno()) if output == STANDARD_OUTPUT else output) as file:
-        try:
-            for event in events:
-                file.write(event)
-                elapsed_s = time.monotonic() - started_s
-                tally.add(event, elapsed_s)
-                display.show(tally, event, elapsed_s)
-        finally:
-            display.close()
+def _ask(address: str, question: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+    """One call to a server.
 
+    Asynchronous, like everything here that calls: asyncio lets a Ctrl-C in only where it can be handled, whereas one
+    that hits grpc's blocking client while it starts a call leaves a connection that cannot be closed any more.
+    """
 
-def _cancel(client: Client, job_id: str) -> str:
-    """Cancels the job of a stream that is being left; returns what became of it, in words."""
-    if not job_id:
-        return "no job had been accepted"
-    try:
-        client.cancel(job_id)
-    except GenerationError as error:
-        return f"job {job_id} could not be cancelled ({error.message})"
-    return "the job is cancelled"
+    async def ask() -> Answer:
+        async with AsyncClient(address) as client:
+            return await question(client)
 
-
-def _kept(output: str, tally: Tally) -> str:
-    if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
-        return ""
-    return f"; {output} keeps the {tally.num_frames_emitted} of {tally.num_frames} frames that had arrived"
+    return asyncio.run(ask())
 
 
 def _print_json(value: Any) -> None:
     print(json.dumps(dataclasses.asdict(value), indent=2, default=str))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ class EmbeddedServer:
         self._model = model
         self._report = report
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         require_server_package()
@@ -90,18 +91,18 @@ class EmbeddedServer:
         command = serve_command(["--model", str(self._model), "--listen", "127.0.0.1:0", "--data", str(data)])
         self._report(f"starting the service on {self._model}")
         started_s = time.monotonic()
-        with open(self._log_path, "wb") as log:
-            self._process = subprocess.Popen(
-                # Nothing can be worth draining when the only user stops.
-                [*command, "--drain-s", "0", "--exit-with-parent"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                # A Ctrl-C in the terminal is for this process, which then cancels the job and stops the child.
-                start_new_session=True,
-            )
         try:
-            self.address = self._await_address(started_s)
+            with open(self._log_path, "wb") as log:
+                self._process = subprocess.Popen(
+                    # Nothing can be worth draining when the only user stops.
+                    [*command, "--drain-s", "0", "--exit-with-parent"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    # A Ctrl-C in the terminal is for this process, which then cancels the job and stops the child.
+                    start_new_session=True,
+                )
+            self.address = self._await_address(self._process, started_s)
         except BaseException:
             self._stop()
             raise
@@ -117,9 +118,8 @@ class EmbeddedServer:
         """The last lines of the service's log."""
         return _tail(self._log_path.read_text(errors="replace"))
 
-    def _await_address(self, started_s: float) -> str:
-        assert self._process.stdout is not None
-        threading.Thread(target=_forward_lines, args=(self._process.stdout, self._lines), daemon=True).start()
+    def _await_address(self, process: subprocess.Popen[bytes], started_s: float) -> str:
+        threading.Thread(target=_forward_lines, args=(process.stdout, self._lines), daemon=True).start()
         while (waited_s := time.monotonic() - started_s) < STARTUP_TIMEOUT_S:
             try:
                 line = self._lines.get(timeout=STARTUP_REPORT_S)
@@ -127,22 +127,29 @@ class EmbeddedServer:
                 self._report(f"still starting after {waited_s + STARTUP_REPORT_S:.0f} s")
                 continue
             if line is None:
-                code = self._process.wait()
+                code = process.wait()
                 raise StartupError(f"the service ended with exit status {code}; its log ends with:\n{self.log_tail()}")
             if line.startswith(_ANNOUNCEMENT):
                 return line.removeprefix(_ANNOUNCEMENT).strip()
         raise StartupError(f"the service has not started within {STARTUP_TIMEOUT_S:g} s:\n{self.log_tail()}")
 
     def _stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own, so the group holds only its children
-            self._process.wait()
+        if self._process is not None:
+            _end(self._process)
         self._directory.cleanup()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that leads a session of its own, by force if it does not end when told to."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # nobody but its own children is in its group
+        process.wait()
 
 
 def _forward_lines(output: IO[bytes], lines: queue.SimpleQueue[str | None]) -> None:

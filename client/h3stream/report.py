@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from h3stream.errors import GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Plan
 
@@ -39,3 +41,8 @@ def describe_error(error: GenerationError) -> str:
     facts += [f"chunk {error.chunk_index}"] if error.chunk_index >= 0 else []
     facts += [f"try again in {error.retry_after_s:g} s"] if isinstance(error, OverloadedError) else []
     return "\n".join([text, *([f"  {', '.join(facts)}"] if facts else [])])
+
+
+def say(text: str) -> None:
+    """Tells the user something that is no result."""
+    print(text, file=sys.stderr, flush=True)

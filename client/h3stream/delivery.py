@@ -1,0 +1,94 @@
+"""A clip from a server to a file or a pipe, and every way in which that can end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from enum import Enum
+
+from h3stream.aio import AsyncClient, AsyncGeneration
+from h3stream.clip_file import ClipFile
+from h3stream.errors import GenerationError
+from h3stream.progress import Display, Lines, LiveBar, Tally
+from h3stream.report import say
+from h3stream.request import GenerateRequest
+
+STANDARD_OUTPUT = "-"
+DEFAULT_COLUMNS = 80
+"""For terminals that do not know their width."""
+
+
+class Ending(Enum):
+    """How a delivery ended."""
+
+    WHOLE = "whole"
+    INTERRUPTED = "interrupted"
+    READER_GONE = "reader gone"
+    NOT_WRITTEN = "not written"
+
+
+async def deliver(address: str, request: GenerateRequest, output: str, tally: Tally) -> Ending:
+    """Makes a clip and writes it to a file, or to standard output, while showing how far it is.
+
+    Where it ends early, the job is cancelled and the user told. Raises GenerationError if the job fails.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as asyncio does for Ctrl-C
+    async with AsyncClient(address) as client, client.generate(request) as events:
+        try:
+            await _write(events, output, tally)
+        except asyncio.CancelledError:
+            task.uncancel()
+            say(f"h3stream: interrupted; {await _cancel(client, events.job_id)}{_kept(output, tally)}")
+            return Ending.INTERRUPTED
+        except OSError as error:
+            if output == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
+                say(f"h3stream: the reader has gone; {await _cancel(client, events.job_id)}")
+                return Ending.READER_GONE
+            say(f"h3stream: cannot write {output}: {error.strerror}; {await _cancel(client, events.job_id)}")
+            return Ending.NOT_WRITTEN
+        except GenerationError:
+            if events.job_id:
+                say(f"h3stream: the clip is not whole{_kept(output, tally)}")
+            raise
+    return Ending.WHOLE
+
+
+async def _write(events: AsyncGeneration, output: str, tally: Tally) -> None:
+    started_s = time.monotonic()
+    display: Display
+    if sys.stderr.isatty():
+        display = LiveBar(sys.stderr, lambda: os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS)
+    else:
+        display = Lines(sys.stderr)
+    # Written past sys.stdout, so nothing waits in a buffer and nothing complains at exit if the reader has gone.
+    with ClipFile(os.dup(sys.stdout.fileno()) if output == STANDARD_OUTPUT else output) as file:
+        try:
+            async for event in events:
+                file.write(event)
+                elapsed_s = time.monotonic() - started_s
+                tally.add(event, elapsed_s)
+                display.show(tally, event, elapsed_s)
+        finally:
+            display.close()
+
+
+async def _cancel(client: AsyncClient, job_id: str) -> str:
+    """Cancels the job of a stream that is being left; returns what became of it, in words."""
+    if not job_id:
+        return "no job had been accepted"
+    try:
+        await client.cancel(job_id)
+    except GenerationError as error:
+        return f"job {job_id} could not be cancelled ({error.message})"
+    return "the job is cancelled"
+
+
+def _kept(output: str, tally: Tally) -> str:
+    if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
+        return ""
+    return f"; {output} keeps the {tally.num_frames_emitted} of {tally.num_frames} frames that had arrived"
