@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
-from h3stream.errors import StartupError
+from h3stream.errors import ConfigError, StartupError
 from h3stream.v1 import video_pb2_grpc
 from orchestrator.config import Settings, load_settings
 from orchestrator.lane import Lane, LaneHost
@@ -38,7 +38,7 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     log.info("settings: %s", settings)
     model = read_model_info(settings.model)
-    settings.data.mkdir(parents=True, exist_ok=True)
+    _prepare_data_directory(settings.data)
     _prepare_ray(os.environ)
     from orchestrator.lanes import RayCluster, RayLane
 
@@ -49,6 +49,16 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         await _serve(settings, model, _StopSignal(exit_with_parent), RayLane)
     finally:
         cluster.stop()
+
+
+def _prepare_data_directory(directory: Path) -> None:
+    """Makes the directory for jobs. Raises ConfigError if it cannot be made or nothing can be written there."""
+    try:
+        (directory / "jobs").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory / "jobs"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"data: nothing can be written in {directory}: {error.strerror}") from error
 
 
 def _prepare_ray(environment: MutableMapping[str, str]) -> None:

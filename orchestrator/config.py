@@ -59,7 +59,7 @@ class Settings:
         if self.worker_transport not in WORKER_TRANSPORTS:
             raise ConfigError(f"worker_transport is {self.worker_transport!r}; it must be one of {WORKER_TRANSPORTS}")
         host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
             raise ConfigError(f"listen is {self.listen!r}; it must be HOST:PORT, e.g. 127.0.0.1:50051")
         if not self.insecure and not _is_loopback(host):
             raise ConfigError(
@@ -113,7 +113,7 @@ def _read_file(path: Path, known: Any) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no TOML, or no UTF-8
         raise ConfigError(f"config file {path}: {error}") from error
     if unknown := sorted(values.keys() - known):
         raise ConfigError(f"config file {path}: unknown settings {unknown}; known are {sorted(known)}")

@@ -47,7 +47,7 @@ class ModelInfo:
 def read_model_info(directory: Path) -> ModelInfo:
     """Reads a model directory's `generation_config.json`, if it has one, over the standard defaults.
 
-    Raises CheckpointError if a component is missing or a default is not valid.
+    Raises CheckpointError if a component is missing, the file cannot be read or a default is not valid.
     """
     missing = [name for name in COMPONENTS if not (directory / name).is_dir()]
     if missing:
@@ -57,12 +57,21 @@ def read_model_info(directory: Path) -> ModelInfo:
     if path.exists():
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
     notice = values.pop("notice", "")
+    if not isinstance(notice, str):
+        raise CheckpointError(f"{path}: notice is {notice!r}; it must be a string")
     known = {field.name for field in dataclasses.fields(ClipSpec)}
     if unknown := sorted(values.keys() - known):
         raise CheckpointError(f"{path}: unknown defaults {unknown}; known are {sorted(known)} and 'notice'")
+    for name in ("video_shift", "audio_shift"):
+        if type(values.get(name, 1.0)) not in (int, float):
+            raise CheckpointError(f"{path}: {name} is {values[name]!r}; it must be a number")
     clip = dataclasses.replace(STANDARD_CLIP, **values)
     if violations := clip_violations(clip):
         raise CheckpointError(f"{path}: " + "; ".join(v.description for v in violations))

@@ -34,6 +34,13 @@ def test_an_unknown_setting_in_the_file_is_refused_by_name(tmp_path: Path) -> No
         load_settings(["--config", str(file), "--model", str(tmp_path)], {})
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "h3stream.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"h3stream\.toml"):
+        load_settings(["--config", str(file), "--model", str(tmp_path)], {})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -42,6 +49,7 @@ def test_an_unknown_setting_in_the_file_is_refused_by_name(tmp_path: Path) -> No
         (["--lanes", "0"], "lanes is 0; it must be at least 1"),
         (["--listen", "nowhere"], "listen is 'nowhere'; it must be HOST:PORT"),
         (["--listen", "127.0.0.1:70000"], "must be HOST:PORT"),
+        (["--listen", "127.0.0.1:²"], "must be HOST:PORT"),
         (["--worker-transport", "pigeon"], "worker_transport is 'pigeon'"),
     ],
 )

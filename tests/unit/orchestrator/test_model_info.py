@@ -34,9 +34,18 @@ def test_a_model_may_state_its_own_defaults_and_a_notice(directory: Path) -> Non
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"frames": 39}, "unknown defaults \\['frames'\\]"), ({"num_frames": 40}, "40"), ({"width": 100}, "100")],
+    [
+        ({"frames": 39}, "unknown defaults \\['frames'\\]"),
+        ({"num_frames": 40}, "40"),
+        ({"width": 100}, "100"),
+        ({"video_shift": "x"}, "video_shift is 'x'; it must be a number"),
+        ({"audio_shift": None}, "audio_shift is None; it must be a number"),
+        ({"notice": 5}, "notice is 5; it must be a string"),
+        ([], "is not a JSON object"),
+        (5, "is not a JSON object"),
+    ],
 )
-def test_a_wrong_default_is_named(directory: Path, values: dict[str, int], message: str) -> None:
+def test_a_wrong_default_is_named(directory: Path, values: object, message: str) -> None:
     write(directory, values)
     with pytest.raises(CheckpointError, match=message):
         read_model_info(directory)
@@ -46,3 +55,9 @@ def test_missing_components_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     with pytest.raises(CheckpointError, match="it lacks vae, audio_vae, text_encoder, tokenizer"):
         read_model_info(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(directory: Path) -> None:
+    (directory / "generation_config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read: Is a directory"):
+        read_model_info(directory)
