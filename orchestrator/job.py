@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 from core.clock import TICKS_PER_FRAME
 from core.phases import MOVES, Phase
-from h3stream.errors import GenerationError, JobCancelledError
+from h3stream.errors import GenerationError, JobCancelledError, PhaseError
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.replay import JobLog
@@ -51,7 +52,7 @@ class Job:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """directory: exists and is the job's own."""
+        """directory: exists and is the job's own.  Raises PhaseError if the log cannot be made there."""
         self.job_id = job_id
         self.prompt = prompt
         self.clip = clip
@@ -76,7 +77,7 @@ class Job:
         )
 
     def emit(self, payload: Payload) -> None:
-        """Numbers an event, writes it to the log and lets the readers have it."""
+        """Numbers an event, writes it to the log and lets the readers have it. Raises PhaseError if it cannot."""
         if isinstance(payload, types_pb2.Fragment):
             self.num_frames_emitted += payload.num_frames
         event = video_pb2.Event(
@@ -107,10 +108,16 @@ class Job:
         """Announces how many jobs are ahead in the queue, if that has changed."""
         if num_ahead != self._progress.queue_position:
             self._progress.queue_position = num_ahead
-            self.announce()
+            with suppress(PhaseError):  # the next heartbeat says it too
+                self.announce()
+
+    def show_life(self) -> None:
+        """Announces that nothing has moved."""
+        with suppress(PhaseError):  # what the job itself has to say will fail it; other jobs must not suffer
+            self.announce(is_heartbeat=True)
 
     def announce(self, *, is_heartbeat: bool = False) -> None:
-        """Says where the job is."""
+        """Says where the job is. Raises PhaseError if it cannot be written."""
         progress = video_pb2.Progress()
         progress.CopyFrom(self._progress)
         progress.num_frames_emitted = self.num_frames_emitted

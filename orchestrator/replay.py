@@ -11,15 +11,21 @@ from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from h3stream.errors import GenerationError
+from h3stream.errors import GenerationError, PhaseError
 from h3stream.v1 import video_pb2
 
 
 class JobLog:
     """Events of one job, numbered from 0."""
 
+    _fd = -1
+
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        """Raises PhaseError if the file cannot be made."""
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unwritable(error) from error
         self._ends = array("Q")  # end offset of each event in the file: all that memory holds of it
         self._grown = asyncio.Event()
         self._is_closed = False
@@ -29,14 +35,17 @@ class JobLog:
         return len(self._ends)
 
     def append(self, event: video_pb2.Event) -> None:
-        """Writes an event and tells the readers."""
+        """Writes an event and tells the readers. Raises PhaseError if the file takes no more; the log stays whole."""
         assert not self._is_closed, "event after the end of the job"
         assert event.seq == len(self._ends), f"event {event.seq} appended as number {len(self._ends)}"
         data = event.SerializeToString()
         start = self._ends[-1] if self._ends else 0
         view = memoryview(data)
-        while view:
-            view = view[os.pwrite(self._fd, view, start + len(data) - len(view)) :]
+        try:
+            while view:
+                view = view[os.pwrite(self._fd, view, start + len(data) - len(view)) :]
+        except OSError as error:
+            raise _unwritable(error) from error
         self._ends.append(start + len(data))
         self._wake()
 
@@ -69,4 +78,9 @@ class JobLog:
 
     def __del__(self) -> None:
         # The last reader or the job's removal, whichever is later, closes the file.
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _unwritable(error: OSError) -> PhaseError:
+    return PhaseError(f"the job's events cannot be written: {error.strerror}")

@@ -73,8 +73,11 @@ class Scheduler:
         self._refusal = None
 
     async def submit(self, prompt: str, clip: ClipSpec, plan: video_pb2.Plan) -> Job:
-        """Takes a checked request as a new job. Raises OverloadedError if the queue is full, NotReadyError if jobs are
-        not taken now."""
+        """Takes a checked request as a new job.
+
+        Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now, PhaseError if the job's
+        files cannot be written.
+        """
         if self._refusal is not None:
             raise self._refusal
         if len(self._queue) - self._num_idle_lanes >= self._max_queued_jobs:
@@ -84,9 +87,15 @@ class Scheduler:
             )
         job_id = uuid.uuid4().hex
         directory = self._jobs_directory / job_id
-        directory.mkdir(mode=0o700)
-        job = Job(job_id, prompt, clip, plan, directory, clock=self._clock)
-        job.emit(video_pb2.Accepted(plan=plan))
+        try:
+            directory.mkdir(mode=0o700, parents=True)  # somebody may have removed them all
+            job = Job(job_id, prompt, clip, plan, directory, clock=self._clock)
+            job.emit(video_pb2.Accepted(plan=plan))
+        except OSError as error:
+            raise PhaseError(f"the job's directory cannot be made: {error.strerror}") from error
+        except PhaseError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         self._jobs[job_id] = job
         self._queue.append(job)
         self._announce_queue()
@@ -174,7 +183,7 @@ class Scheduler:
             await asyncio.sleep(TICK_S)
             for job in [*self._queue, *(self._jobs[job_id] for job_id in self._running)]:
                 if not job.ended.is_set() and self._clock() - job.last_event_s >= HEARTBEAT_S:
-                    job.announce(is_heartbeat=True)
+                    job.show_life()
 
 
 async def _clear(lane: Lane, job: Job) -> bool:

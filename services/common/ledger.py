@@ -6,6 +6,7 @@ exclusive residency does not depend on the orchestrator being right; the kernel 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -55,7 +56,7 @@ class ResidencyLedger:
             if last is not None and last.event == "enter":
                 self._write(fd, last.worker, "lost", 0)
             self._write(fd, self._worker, "enter", device_weight_bytes)
-        except OSError:  # a full disk must not leave the lock behind
+        except BaseException:  # a full disk must not leave the lock behind, nor may a file that is no ledger
             os.close(fd)
             raise
         self._lock_fd = fd
@@ -71,7 +72,11 @@ class ResidencyLedger:
     @staticmethod
     def _write(fd: int, worker: str, event: str, device_weight_bytes: int) -> None:
         entry = LedgerEntry(time.monotonic_ns(), worker, event, device_weight_bytes)
-        os.write(fd, (json.dumps(entry.__dict__) + "\n").encode())
+        line = (json.dumps(entry.__dict__) + "\n").encode()
+        size = os.fstat(fd).st_size
+        if os.write(fd, line) < len(line):
+            os.ftruncate(fd, size)  # with half a line in it the ledger could not be read again, nor a phase entered
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:

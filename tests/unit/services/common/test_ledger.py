@@ -122,6 +122,25 @@ def test_an_entry_that_cannot_be_written_leaves_no_lock_behind(path: Path, monke
     other.leave()
 
 
+def test_an_entry_that_only_half_fits_leaves_a_whole_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    ledger = ResidencyLedger(path, "dit")
+    ledger.enter(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))  # as a disk does that is about to be full
+        with pytest.raises(OSError, match="No space left"):
+            ledger.leave()
+    ResidencyLedger(path, "vae").enter(2)
+    assert [(e.worker, e.event) for e in read_ledger(path)] == [("dit", "enter"), ("dit", "lost"), ("vae", "enter")]
+
+
+def test_a_file_that_is_no_ledger_is_not_held(path: Path) -> None:
+    path.write_text("no ledger\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Expecting value"):
+            ResidencyLedger(path, "dit").enter(1)
+
+
 def test_a_planted_overlap_is_found() -> None:
     entries = [entry(1, "dit", "enter"), entry(2, "vae", "enter"), entry(3, "dit", "leave"), entry(4, "vae", "leave")]
     assert overlaps(entries) == [(entries[0], entries[1])]
