@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from core.request import prompt_violations
+from h3stream.errors import DeviceMemoryError
 from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
@@ -49,8 +52,8 @@ class TextEncoderWorker:
     def encode(self, prompt: str, cancelled: Cancelled) -> tuple[Embedding, bool]:
         """The embedding of a prompt and whether it was known already.
 
-        Raises InvalidRequestError for a prompt that cannot be encoded, UnsupportedError outside a phase, VerbCancelled
-        if the caller has gone before the forward.
+        Raises InvalidRequestError for a prompt that cannot be encoded, UnsupportedError outside a phase,
+        DeviceMemoryError if the forward does not fit, VerbCancelled if the caller has gone before it.
         """
         found = self.lookup(prompt)
         self.weights.require()
@@ -59,7 +62,13 @@ class TextEncoderWorker:
         if cancelled():
             raise VerbCancelled
         ids = self._tokenizer.ids(prompt)
-        embedding = Embedding(hidden_states(self._module, ids, self.weights.device), token_tags(len(ids)))
+        try:
+            states = hidden_states(self._module, ids, self.weights.device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the device ran out of memory while encoding {len(ids)} tokens: {error}"
+            ) from error
+        embedding = Embedding(states, token_tags(len(ids)))
         self._cache.put(self._key(prompt), embedding)
         return embedding, False
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from services.common.ledger import read_ledger
 from services.common.verbs import VerbCancelled
 from services.text_encoder.config import TextEncoderConfig
@@ -79,6 +79,19 @@ def test_nothing_is_computed_for_a_caller_who_has_gone(worker: TextEncoderWorker
     with pytest.raises(VerbCancelled):
         worker.encode(PROMPT, lambda: True)
     assert worker.lookup(PROMPT) is None
+
+
+def test_a_full_device_is_a_typed_error_and_the_next_prompt_is_encoded(worker: TextEncoderWorker) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker.weights.enter()
+    hook = worker._module.register_forward_pre_hook(fail)
+    with pytest.raises(DeviceMemoryError, match="while encoding 1 tokens: CUDA out of memory"):
+        worker.encode("a", present)
+    hook.remove()
+    assert worker.lookup("a") is None
+    assert len(worker.encode("a", present)[0].token_tags) == 1
 
 
 def test_only_phases_are_written_to_the_ledger(tiny_model: Path, tmp_path: Path) -> None:
