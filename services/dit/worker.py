@@ -79,6 +79,8 @@ class DitWorker:
         """
         opened = self._sessions.get(session_id)
         if opened is None:
+            if not session_id:
+                raise InvalidRequestError("session_id is empty")
             refuse(clip_violations(clip))
             _check_text(context, token_tags)
             self.weights.require()

@@ -172,6 +172,14 @@ def test_cancelled_calls_leave_the_session_usable(
     assert session.close_session("s") is not None
 
 
+def test_a_session_needs_a_name(
+    worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(InvalidRequestError, match="session_id is empty"):
+        worker.open_session("", clip, context, token_tags, never)
+    assert worker.session_ids() == []
+
+
 def test_calls_without_a_session_are_refused_and_closing_one_is_not(worker: DitWorker) -> None:
     with pytest.raises(UnsupportedError, match="no session 'ghost'"):
         worker.sample_chunk("ghost", 0, ignore, never)
