@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from core.geometry import num_samples
-from core.phases import Phase, Worker
+from core.phases import HOLDER, Phase
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.job import Job
 from orchestrator.lane import Lane
@@ -30,12 +30,10 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
 
     embedding = await lane.text_encoder.lookup(job.prompt)
     if embedding is None:
-        job.enter(Phase.ENCODE)
-        await lane.device.grant(Worker.TEXT_ENCODER)
+        await _enter(job, lane, Phase.ENCODE)
         embedding = await lane.text_encoder.encode(job.prompt)
 
-    job.enter(Phase.PREFILL)
-    await lane.device.grant(Worker.DIT)
+    await _enter(job, lane, Phase.PREFILL)
     opened = await lane.dit.open_session(job.job_id, job.clip, embedding)
     if opened.kv_storage_fallback_reason:
         job.emit(video_pb2.Warning(reason="KV_STORAGE_FALLBACK", message=opened.kv_storage_fallback_reason))
@@ -44,7 +42,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     num_chunks = len(job.plan.chunks)
     waiting: list[tuple[int, TensorParts]] = []
     for chunk_index in range(num_chunks):
-        job.enter(Phase.DENOISE, chunk_index)
+        await _enter(job, lane, Phase.DENOISE, chunk_index)
         latents: TensorParts = ()
         async for result in lane.dit.sample_chunk(job.job_id, chunk_index):
             if isinstance(result, StepDone):
@@ -63,8 +61,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         waiting.append((chunk_index, latents))
         if job.plan.chunks[chunk_index].num_frames_emitted > job.num_frames_emitted:
             for decode_index, decode_latents in waiting:
-                job.enter(Phase.DECODE, decode_index)
-                await lane.device.grant(Worker.VAE)
+                await _enter(job, lane, Phase.DECODE, decode_index)
                 async for media in lane.vae.decode_chunk(job.job_id, decode_index, decode_latents):
                     if isinstance(media, types_pb2.Fragment):
                         if num_fragments == 0:
@@ -75,8 +72,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
             waiting.clear()
 
         if chunk_index < num_chunks - 1:
-            job.enter(Phase.COMMIT, chunk_index)
-            await lane.device.grant(Worker.DIT)
+            await _enter(job, lane, Phase.COMMIT, chunk_index)
             await lane.dit.commit_chunk(job.job_id, chunk_index)
 
     job.emit(
@@ -87,8 +83,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
             num_samples=num_samples(job.clip.num_frames),
         )
     )
-    job.enter(Phase.FINISH)
-    await lane.device.grant(None)
+    await _enter(job, lane, Phase.FINISH)
     finished = await lane.vae.finish(job.job_id)
     for warning in audio_warnings(finished.audio_health):
         job.emit(warning)
@@ -107,6 +102,12 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
             ),
         )
     )
+
+
+async def _enter(job: Job, lane: Lane, phase: Phase, chunk_index: int = -1) -> None:
+    """Announces a phase and gives the device to the worker that it needs."""
+    job.enter(phase, chunk_index)
+    await lane.device.grant(HOLDER[phase])
 
 
 def audio_warnings(health: types_pb2.AudioHealth) -> list[video_pb2.Warning]:
