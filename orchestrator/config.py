@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h3stream.errors import ConfigError
+from services.common.options import option_help
 
 ENVIRONMENT_PREFIX = "H3STREAM_"
 WORKER_TRANSPORTS = ("unix", "tcp")
@@ -24,7 +25,8 @@ class Settings:
     model: Path
     """Model directory in the published diffusers layout."""
     data: Path
-    """Directory for jobs: event logs, artifacts, the residency ledger."""
+    """Directory for jobs: event logs, artifacts, the residency ledger. Unless set, `h3stream` in the user's own data
+    directory."""
     listen: str = "127.0.0.1:50051"
     """Address of VideoService, "HOST:PORT"; port 0 takes any free one."""
     insecure: bool = False
@@ -78,7 +80,7 @@ def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> t
     Returns them with the parsed flags, which also hold what is no setting. Raises ConfigError for anything unknown.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator",
+        prog="h3stream serve",
         description="Serves h3stream.v1.VideoService.",
         epilog=f"Every option can also be set as {ENVIRONMENT_PREFIX}NAME or in the TOML file of --config.",
     )
@@ -86,12 +88,14 @@ def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> t
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="stop when standard input closes (for an embedding program)"
     )
+    texts = option_help(Settings)
     for field in dataclasses.fields(Settings):
+        text = texts.get(field.name)
         name = f"--{field.name.replace('_', '-')}"
         if field.type == "bool":
-            parser.add_argument(name, action="store_const", const="true")
+            parser.add_argument(name, action="store_const", const="true", help=text)
         else:
-            parser.add_argument(name, metavar=field.name.upper())
+            parser.add_argument(name, metavar=field.name.upper(), help=text)
     flags = parser.parse_args(arguments)
 
     values: dict[str, Any] = {}

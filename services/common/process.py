@@ -20,6 +20,7 @@ import torch
 from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
 from services.common.config import WorkerConfig
+from services.common.options import option_help
 from services.common.rpc import RpcServer
 from services.common.worker import ServedWorker, WorkerServicer
 
@@ -61,12 +62,14 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
     """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
     parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
+    texts = option_help(config_class)
     for spec in dataclasses.fields(config_class):
+        text = texts.get(spec.name)
         if spec.name == "model_directory":
-            parser.add_argument("--model", dest=spec.name, type=Path, required=True, help="model directory")
+            parser.add_argument("--model", dest=spec.name, type=Path, required=True, metavar="DIR", help=text)
         else:
             kind: Any = {"int": int, "float": float, "Path | None": Path}.get(str(spec.type), str)
-            parser.add_argument(f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default)
+            parser.add_argument(f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default, help=text)
     arguments = vars(parser.parse_args())
     listen = arguments.pop("listen")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
