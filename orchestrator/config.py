@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from h3stream.errors import ConfigError
+from services.common.listen import check_tcp_address
 from services.common.options import option_help
 
 ENVIRONMENT_PREFIX = "H3STREAM_"
@@ -60,14 +60,7 @@ class Settings:
         _at_least("drain_s", self.drain_s, 0)
         if self.worker_transport not in WORKER_TRANSPORTS:
             raise ConfigError(f"worker_transport is {self.worker_transport!r}; it must be one of {WORKER_TRANSPORTS}")
-        host, _, port = self.listen.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-            raise ConfigError(f"listen is {self.listen!r}; it must be HOST:PORT, e.g. 127.0.0.1:50051")
-        if not self.insecure and not _is_loopback(host):
-            raise ConfigError(
-                f"listen is {self.listen!r}: callers are not authenticated, so only loopback addresses are served; "
-                "set insecure to listen beyond loopback all the same"
-            )
+        check_tcp_address(self.listen, insecure=self.insecure)
 
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""
@@ -136,10 +129,3 @@ def _parse(name: str, kind: str, value: Any) -> Any:
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ConfigError(f"{name} is {value}; it must be at least {least}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

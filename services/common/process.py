@@ -20,6 +20,7 @@ import torch
 from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
 from services.common.config import WorkerConfig
+from services.common.listen import check_tcp_address
 from services.common.options import option_help
 from services.common.rpc import RpcServer
 from services.common.worker import ServedWorker, WorkerServicer
@@ -62,6 +63,11 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
     """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
     parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="Allow listening beyond loopback although callers are not authenticated.",
+    )
     texts = option_help(config_class)
     for spec in dataclasses.fields(config_class):
         text = texts.get(spec.name)
@@ -71,9 +77,11 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
             kind: Any = {"int": int, "float": float, "Path | None": Path}.get(str(spec.type), str)
             parser.add_argument(f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default, help=text)
     arguments = vars(parser.parse_args())
-    listen = arguments.pop("listen")
+    listen, insecure = arguments.pop("listen"), arguments.pop("insecure")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
+        if not listen.startswith("unix:"):
+            check_tcp_address(listen, insecure=insecure)
         asyncio.run(_serve(package, config_class(**arguments), listen))
     except StartupError as error:
         sys.exit(f"{package}: {error}")

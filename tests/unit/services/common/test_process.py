@@ -99,11 +99,23 @@ async def test_stopping_frees_the_device(process: WorkerProcess, config: WorkerC
 
 
 @pytest.mark.parametrize("worker", ["text_encoder", "dit", "vae"])
-def test_a_model_directory_that_is_not_there_ends_the_process_with_one_line(worker: str) -> None:
-    command = [sys.executable, "-m", f"services.{worker}", "--model", "/nonexistent"]
+def test_a_model_directory_that_is_not_there_ends_the_process_with_one_line(worker: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"services.{worker}", "--model", str(tmp_path / "nothing-here")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 1
-    assert result.stderr == f"services.{worker}: model directory /nonexistent does not exist\n"
+    assert result.stderr == f"services.{worker}: model directory {tmp_path / 'nothing-here'} does not exist\n"
+
+
+def test_listening_beyond_loopback_needs_the_flag_that_says_insecure(tmp_path: Path) -> None:
+    """With the flag the process goes on, to the weights that are not there."""
+    ends = {}
+    for flags in ((), ("--insecure",)):
+        command = [sys.executable, "-m", "services.vae", "--model", str(tmp_path), "--listen", "0.0.0.0:0", *flags]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert result.returncode == 1
+        ends[flags] = result.stderr.splitlines()[-1]
+    assert ends[()].startswith("services.vae: listen is '0.0.0.0:0': callers are not authenticated")
+    assert ends[("--insecure",)].endswith("vae/config.json is missing")
 
 
 def test_a_negative_number_of_threads_is_a_wrong_setting(tmp_path: Path) -> None:
