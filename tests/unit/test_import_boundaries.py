@@ -36,8 +36,6 @@ STOPS_AT = {
         "services/common/worker.py",
         "services/common/process.py",
         "orchestrator/servicer.py",
-        "orchestrator/server.py",
-        "orchestrator/interceptors.py",
         "orchestrator/worker_clients.py",
         "orchestrator/__main__.py",
     ),
@@ -51,6 +49,9 @@ STOPS_AT = {
 WITHOUT_TORCH = (
     "services/*/config.py",
     "services/common/ledger.py",
+    "services/common/listen.py",
+    "services/common/options.py",
+    "services/common/refusal.py",
     "services/common/rpc.py",
     "services/vae/media/*",
     "services/vae/artifacts.py",
