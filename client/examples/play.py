@@ -1,6 +1,6 @@
 """Plays a clip while it is being made; closing the player cancels the job. Needs ffplay (FFmpeg).
 
-h3stream serve &
+h3stream serve                # in another terminal; serves once it says "listening on"
 python play.py "a red kite over the sea"
 """
 

@@ -1,6 +1,6 @@
 """Prints when each piece of a clip arrives, to see that it arrives while later chunks are still being sampled.
 
-h3stream serve &
+h3stream serve                # in another terminal; serves once it says "listening on"
 python print_timing.py "a red kite over the sea"
 """
 

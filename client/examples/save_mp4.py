@@ -1,6 +1,6 @@
 """Saves a clip, playable from its first fragment on.
 
-h3stream serve &
+h3stream serve                # in another terminal; serves once it says "listening on"
 python save_mp4.py "a red kite over the sea" kite.mp4
 """
 

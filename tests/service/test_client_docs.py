@@ -18,7 +18,7 @@ from tests.fakes import FakeVideoService, media_of, plan_of, serve_video
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "api.md").read_text()
-README = (ROOT / "client" / "README.md").read_text()
+READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -31,7 +31,7 @@ async def address() -> AsyncIterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("program", blocks(GUIDE, "python") + blocks(README, "python"))
+@pytest.mark.parametrize("program", blocks(GUIDE, "python") + blocks(READMES, "python"))
 async def test_every_program_runs(
     program: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,7 +45,7 @@ async def test_every_program_runs(
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", "".join(blocks(GUIDE, "sh") + blocks(README, "sh")).splitlines())
+@pytest.mark.parametrize("line", "".join(blocks(GUIDE, "sh") + blocks(READMES, "sh")).splitlines())
 def test_every_command_parses(line: str) -> None:
     words = shlex.split(line.partition("#")[0].partition("|")[0])
     assert words[0] == "h3stream"
@@ -63,3 +63,16 @@ def test_the_table_of_errors_is_the_tree() -> None:
 def test_the_table_of_events_is_the_contract() -> None:
     rows = re.findall(r"^\| `(\w+)` \(`(\w+)`\) \|", GUIDE, re.MULTILINE)
     assert {field: cls for cls, field in rows} == {name: cls.__name__ for name, (cls, _) in PAYLOADS.items()}
+
+
+@pytest.mark.parametrize("page", ["README.md", "client/README.md", "docs/api.md", "docs/architecture.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    headings = {"#" + re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    lost = [
+        link
+        for link in links
+        if not (link in headings if link.startswith("#") else ((ROOT / page).parent / link.partition("#")[0]).exists())
+    ]
+    assert lost == []
