@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
 from pathlib import Path
+from typing import Any
+from typing import TextIO
 
 from h3stream.errors import ConfigError, StartupError
 from h3stream.v1 import video_pb2_grpc
@@ -38,25 +41,34 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     log.info("settings: %s", settings)
     model = read_model_info(settings.model)
-    _prepare_data_directory(settings.data)
-    _prepare_ray(os.environ)
-    from orchestrator.lanes import RayCluster, RayLane
+    with _take_data_directory(settings.data):
+        _prepare_ray(os.environ)
+        from orchestrator.lanes import RayCluster, RayLane
 
-    cluster = RayCluster(settings)
-    cluster.start()
-    try:
-        # After Ray's start, which puts handlers of its own in place.
-        await _serve(settings, model, _StopSignal(exit_with_parent), RayLane)
-    finally:
-        cluster.stop()
+        cluster = RayCluster(settings)
+        cluster.start()
+        try:
+            # After Ray's start, which puts handlers of its own in place.
+            await _serve(settings, model, _StopSignal(exit_with_parent), RayLane)
+        finally:
+            cluster.stop()
 
 
-def _prepare_data_directory(directory: Path) -> None:
-    """Makes the directory for jobs. Raises ConfigError if it cannot be made or nothing can be written there."""
+def _take_data_directory(directory: Path) -> TextIO:
+    """Makes the directory for jobs and keeps other servers out for as long as the returned file is open.
+
+    Two servers would share the residency ledger, whose lock would fail the jobs of one of them.
+    Raises ConfigError if nothing can be written there or another server has it.
+    """
     try:
         (directory / "jobs").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory / "jobs"):
             pass
+        lock = (directory / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        raise ConfigError(f"data: another server uses {directory}; give this one another directory") from None
     except OSError as error:
         raise ConfigError(f"data: nothing can be written in {directory}: {error.strerror}") from error
 
@@ -84,7 +96,9 @@ async def _serve(
         video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
         address = await server.start(settings.listen, serving=False)
         try:
-            await scheduler.start()
+            if await stop.comes_before(scheduler.start()):
+                log.info("stopping before the model has been loaded")
+                return
             await server.set_serving(True)
             print(f"listening on {address}", flush=True)
             await stop.first.wait()
@@ -99,15 +113,31 @@ class _StopSignal:
     """Counts the requests to stop."""
 
     def __init__(self, exit_with_parent: bool) -> None:
-        loop = asyncio.get_running_loop()
         self.first = asyncio.Event()
         """Set by the first request."""
         self.second = asyncio.Event()
         """Set by the second one, or by one that will not wait: running jobs are cancelled."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._count)
+        self.listen()
         if exit_with_parent:
-            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def listen(self) -> None:
+        """Puts the signal handlers in place."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
+
+    async def comes_before(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Awaits work and raises what it raises; cancels it and returns True if a request to stop comes first."""
+        working = asyncio.create_task(work)
+        stopping = asyncio.create_task(self.first.wait())
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if working.done():
+            await working
+            return False
+        working.cancel()
+        await asyncio.wait([working])
+        return True
 
     def _count(self) -> None:
         (self.second if self.first.is_set() else self.first).set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,25 @@ from orchestrator.model_info import COMPONENTS
 def test_a_data_directory_that_cannot_be_written_ends_the_server_with_one_line(
     tmp_path: Path, data: str, reason: str
 ) -> None:
-    for name in COMPONENTS:
-        (tmp_path / name).mkdir()
     (tmp_path / "a-file").touch()
-    command = [sys.executable, "-m", "orchestrator", "--model", str(tmp_path), "--data", str(tmp_path / data)]
+    line = last_line(tmp_path, tmp_path / data)
+    assert line.startswith(f"h3stream: data: nothing can be written in {tmp_path / data}: {reason}")
+
+
+def test_a_data_directory_that_another_server_uses_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        line = last_line(tmp_path, tmp_path)
+    assert line == f"h3stream: data: another server uses {tmp_path}; give this one another directory"
+
+
+def last_line(model: Path, data: Path) -> str:
+    """What a server says that cannot start, after its settings."""
+    for name in COMPONENTS:
+        (model / name).mkdir()
+    command = [sys.executable, "-m", "orchestrator", "--model", str(model), "--data", str(data)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     settings, line = ended.stderr.splitlines()
     assert "settings:" in settings
-    assert line.startswith(f"h3stream: data: nothing can be written in {tmp_path / data}: {reason}")
+    return line
