@@ -54,11 +54,12 @@ class Lane:
         """Frees everything a session held, and the device. Returns once the lane is ready for the next job.
 
         The workers answer behind whatever they are doing, so this waits for one forward or one decode at most. Raises
-        a GenerationError if a worker cannot be cleared; the lane must then be restarted.
+        a GenerationError if a worker cannot be cleared or is gone; the lane must then be restarted.
         """
         await self.dit.close_session(session_id)
         await self.vae.close_session(session_id)
         await self.device.grant(None)
+        await self.describe()  # a worker that held nothing is missed here, or by every job to come
 
     async def restart(self) -> None:
         """Replaces the workers by fresh ones. Raises StartupError."""
