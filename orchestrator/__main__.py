@@ -12,8 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, MutableMapping
 from pathlib import Path
-from typing import Any
-from typing import TextIO
+from typing import Any, TextIO
 
 from h3stream.errors import ConfigError, StartupError
 from h3stream.v1 import video_pb2_grpc
@@ -39,6 +38,7 @@ def main() -> None:
 
 async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
+    stop = StopSignal(exit_with_parent)
     log.info("settings: %s", settings)
     model = read_model_info(settings.model)
     with _take_data_directory(settings.data):
@@ -48,8 +48,8 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         cluster = RayCluster(settings)
         cluster.start()
         try:
-            # After Ray's start, which puts handlers of its own in place.
-            await _serve(settings, model, _StopSignal(exit_with_parent), RayLane)
+            stop.listen()  # again: Ray has put handlers of its own in place
+            await serve_lanes(settings, model, stop, RayLane)
         finally:
             cluster.stop()
 
@@ -82,9 +82,10 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
-async def _serve(
-    settings: Settings, model: ModelInfo, stop: _StopSignal, make_host: Callable[[Settings, Path, int], LaneHost]
+async def serve_lanes(
+    settings: Settings, model: ModelInfo, stop: StopSignal, make_host: Callable[[Settings, Path, int], LaneHost]
 ) -> None:
+    """Serves on lanes that `make_host` hosts until told to stop, also while they start. Raises StartupError."""
     # Unix sockets live in a directory that only this user can enter.
     with tempfile.TemporaryDirectory(prefix="h3stream-") as runtime_directory:
         lanes = [Lane(make_host(settings, Path(runtime_directory), index)) for index in range(settings.lanes)]
@@ -109,17 +110,21 @@ async def _serve(
             await server.stop(grace_s=1.0)
 
 
-class _StopSignal:
-    """Counts the requests to stop."""
+class StopSignal:
+    """Counts the requests to stop: SIGTERM, SIGINT, and the end of standard input if that is asked for."""
 
     def __init__(self, exit_with_parent: bool) -> None:
+        """Raises ConfigError if standard input is nothing whose end can be awaited."""
         self.first = asyncio.Event()
         """Set by the first request."""
         self.second = asyncio.Event()
         """Set by the second one, or by one that will not wait: running jobs are cancelled."""
         self.listen()
         if exit_with_parent:
-            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._on_stdin)
+            try:
+                asyncio.get_running_loop().add_reader(0, self._on_stdin)
+            except OSError as error:
+                raise ConfigError("exit_with_parent needs a standard input that closes, such as a pipe") from error
 
     def listen(self) -> None:
         """Puts the signal handlers in place."""
@@ -143,8 +148,8 @@ class _StopSignal:
         (self.second if self.first.is_set() else self.first).set()
 
     def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        if not os.read(0, 4096):
+            asyncio.get_running_loop().remove_reader(0)
             self.first.set()
             self.second.set()  # the parent is gone: nobody waits for the running jobs
 

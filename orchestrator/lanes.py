@@ -79,6 +79,7 @@ class RayLane:
         self._starts = 0
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._is_up = False
 
     async def start(self) -> Mapping[Worker, str]:
         """Starts the three actors and their servers; returns the address of each.
@@ -109,16 +110,19 @@ class RayLane:
             raise StartupError(f"lane {self._index}: {_cause(error)}") from error
         except TimeoutError:
             raise StartupError(f"lane {self._index}: not started within {START_TIMEOUT_S:.0f} s") from None
+        self._is_up = True
         log.info("lane %d is up on one %s: %s", self._index, resource, addresses)
         return dict(zip(self._configs(), addresses, strict=True))
 
     async def stop(self) -> None:
         """Ends the actors, by force if they do not end by themselves, and gives the GPU back."""
         actors, self._actors = self._actors, []
-        try:
-            await asyncio.wait_for(asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True), 10.0)
-        except TimeoutError:
-            log.warning("lane %d: workers did not stop in time", self._index)
+        was_up, self._is_up = self._is_up, False
+        if was_up:  # one that is still reading its weights answers only when it has them
+            try:
+                await asyncio.wait_for(asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True), 10.0)
+            except TimeoutError:
+                log.warning("lane %d: workers did not stop in time", self._index)
         for actor in actors:
             ray.kill(actor)
         if self._group is not None:

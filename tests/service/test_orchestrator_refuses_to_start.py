@@ -41,3 +41,10 @@ def last_line(model: Path, data: Path) -> str:
     settings, line = ended.stderr.splitlines()
     assert "settings:" in settings
     return line
+
+
+def test_a_standard_input_that_never_closes_cannot_tell_of_the_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrator", "--exit-with-parent", "--model", str(tmp_path)]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == "h3stream: exit_with_parent needs a standard input that closes, such as a pipe\n"
