@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from core.phases import Worker
+from h3stream.errors import GenerationError
 from h3stream.v1 import workers_pb2
 from orchestrator.phases import PhaseSequencer
 from orchestrator.worker_clients import DitClient, TextEncoderClient, VaeClient, WorkerClient
@@ -49,6 +50,14 @@ class Lane:
     async def describe(self) -> list[workers_pb2.DescribeResponse]:
         """What each worker is and what it holds."""
         return [await client.describe() for client in self._clients.values()]
+
+    async def is_alive(self) -> bool:
+        """Whether every worker answers."""
+        try:
+            await self.describe()
+        except GenerationError:
+            return False
+        return True
 
     async def clear(self, session_id: str) -> None:
         """Frees everything a session held, and the device. Returns once the lane is ready for the next job.

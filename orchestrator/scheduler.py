@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from h3stream.errors import (
     NotReadyError,
     OverloadedError,
     PhaseError,
-    StartupError,
 )
 from h3stream.request import ClipSpec
 from h3stream.v1 import video_pb2, workers_pb2
@@ -53,9 +52,10 @@ class Scheduler:
         self._max_queued_jobs = max_queued_jobs
         self._kept_jobs = kept_jobs
         self._clock = clock
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: dict[str, Job] = {}
+        self._ended: deque[Path] = deque()  # directories of ended jobs, oldest first
         self._queue: list[Job] = []
-        self._queued = asyncio.Condition()
+        self._has_jobs = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._num_idle_lanes = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,13 +66,15 @@ class Scheduler:
     async def start(self) -> None:
         """Starts the lanes and takes jobs once they are up. Raises StartupError."""
         self._jobs_directory.mkdir(parents=True, exist_ok=True)
+        # What an earlier run left counts as ended: nobody asks for it any more, but it takes its turn to be removed.
+        self._ended.extend(sorted(self._jobs_directory.iterdir(), key=lambda path: path.stat().st_mtime_ns))
         await asyncio.gather(*(lane.start() for lane in self._lanes))
         self.workers = await self._lanes[0].describe()
         self._tasks = [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
         self._tasks.append(asyncio.create_task(self._tick()))
         self._refusal = None
 
-    async def submit(self, prompt: str, clip: ClipSpec, plan: video_pb2.Plan) -> Job:
+    def submit(self, prompt: str, clip: ClipSpec, plan: video_pb2.Plan) -> Job:
         """Takes a checked request as a new job.
 
         Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now, PhaseError if the job's
@@ -99,8 +101,7 @@ class Scheduler:
         self._jobs[job_id] = job
         self._queue.append(job)
         self._announce_queue()
-        async with self._queued:
-            self._queued.notify()
+        self._has_jobs.set()
         return job
 
     def jobs(self) -> list[Job]:
@@ -149,10 +150,17 @@ class Scheduler:
         """One lane's life: the next job, to its end, and again."""
         while True:
             self._num_idle_lanes += 1
-            async with self._queued:
-                await self._queued.wait_for(lambda: self._queue)
-                job = self._queue.pop(0)
+            while not self._queue:
+                self._has_jobs.clear()
+                await self._has_jobs.wait()
             self._num_idle_lanes -= 1
+            if not await lane.is_alive():
+                # Found before the job begins, so that no job fails for what happened while nobody looked.
+                log.warning("a worker of an idle lane does not answer: the lane is restarted")
+                await _restart(lane)
+            if not self._queue:
+                continue
+            job = self._queue.pop(0)
             job.state = video_pb2.JOB_STATE_RUNNING
             session = asyncio.create_task(run_session(job, lane, clock=self._clock))
             self._running[job.job_id] = session
@@ -168,10 +176,11 @@ class Scheduler:
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
         job.end(error)
-        ended = [j for j in self._jobs.values() if j.ended.is_set()]
-        for old in ended[: max(0, len(ended) - self._kept_jobs)]:
-            del self._jobs[old.job_id]
-            shutil.rmtree(old.directory, ignore_errors=True)  # readers of its log keep the open file
+        self._ended.append(job.directory)
+        while len(self._ended) > self._kept_jobs:
+            oldest = self._ended.popleft()
+            self._jobs.pop(oldest.name, None)
+            shutil.rmtree(oldest, ignore_errors=True)  # readers of its log keep the open file
 
     def _announce_queue(self) -> None:
         for position, job in enumerate(self._queue):
@@ -201,8 +210,8 @@ async def _restart(lane: Lane) -> None:
     while True:
         try:
             await lane.restart()
-        except StartupError:
-            # Jobs wait: a lane that cannot start now may be able to once its GPU is free again.
+        except Exception:  # whatever Ray says: a lane that gave up would leave its jobs waiting for ever
+            # A lane that cannot start now may be able to once its GPU is free again.
             log.exception("lane could not be restarted; trying again in %.0f s", RETRY_AFTER_S)
             await asyncio.sleep(RETRY_AFTER_S)
         else:

@@ -37,7 +37,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         self, request: video_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[video_pb2.GenerateResponse]:
         prompt, clip, plan = self._admit(request_from_proto(request))
-        job = await self._scheduler.submit(prompt, clip, plan)
+        job = self._scheduler.submit(prompt, clip, plan)
         try:
             async for event in job.log.read():
                 yield video_pb2.GenerateResponse(event=event)

@@ -14,11 +14,14 @@ import grpc
 
 from core.phases import Worker
 from h3stream.codec import clip_spec_to_proto
-from h3stream.errors import NotReadyError, WorkerLostError
+from h3stream.errors import JobCancelledError, NotReadyError, WorkerLostError
 from h3stream.request import ClipSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.rpc import connect
+
+DESCRIBE_TIMEOUT_S = 10.0
+"""A worker answers this at once, whatever it computes; one that does not is frozen."""
 
 TensorParts = tuple[types_pb2.TensorPart, ...]
 """Whole tensors, cut for the wire, in order."""
@@ -43,7 +46,9 @@ class WorkerClient:
     async def describe(self) -> workers_pb2.DescribeResponse:
         """What the worker is and what it holds."""
         with self._errors():
-            response: workers_pb2.DescribeResponse = await self._lifecycle.Describe(workers_pb2.DescribeRequest())
+            response: workers_pb2.DescribeResponse = await self._lifecycle.Describe(
+                workers_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S
+            )
             return response
 
     async def enter_phase(self) -> int:
@@ -77,7 +82,9 @@ class WorkerClient:
             yield
         except grpc.RpcError as rpc_error:
             error = from_rpc_error(rpc_error)
-            if type(error) is NotReadyError:  # the transport's own answer: nobody is listening any more
+            # The transport's own answers: nobody is listening any more, or the worker ended the call while it stopped.
+            # (A call that we cancel raises CancelledError.)
+            if type(error) in (NotReadyError, JobCancelledError):
                 error = WorkerLostError(f"the {self.worker.value} worker is gone: {error.message}")
             raise error from rpc_error
 

@@ -203,7 +203,7 @@ class Fragment(Event):
     start_ticks: int
     """Time of the first frame, in ticks of 1/96000 s."""
     duration_ticks: int
-    """Duration of the frames, in ticks of 1/96000 s; 0 for a fragment of sound alone."""
+    """Duration of the frames, in ticks of 1/96000 s."""
     first_frame: int
     """First frame, counted from 0."""
     num_frames: int

@@ -166,5 +166,11 @@ class RpcServer:
 
 
 def connect(address: str) -> aio.Channel:
-    """A channel with our message limits."""
-    return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    """A channel to a worker. Calls to one that is frozen or cut off fail with UNAVAILABLE after half a minute."""
+    keepalive = [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    return aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *keepalive])

@@ -158,11 +158,9 @@ async def test_a_lost_worker_fails_the_job_and_the_lane_comes_back(service: Serv
 
 
 @pytest.mark.parametrize("worker", list(Worker))
-async def test_a_worker_lost_while_idle_fails_one_job_and_no_more(service: Service, worker: Worker) -> None:
-    await service.generate()
+async def test_a_worker_lost_while_idle_costs_no_job(service: Service, worker: Worker) -> None:
+    first = await service.generate()
     await service.host.kill(worker)
-    with pytest.raises(grpc.aio.AioRpcError, match=f"the {worker.value} worker is gone") as failure:
-        await service.generate()
-    assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert kinds(await service.generate())[-1] == "completed"
+    second = await service.generate()
+    assert second[-1].completed.latents_sha256 == first[-1].completed.latents_sha256
     assert service.host.num_starts == 2
