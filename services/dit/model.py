@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from core.budget import ModelSize
 from core.geometry import Chunk, text_positions
 from core.schedule import context_timestep
 from services.dit.adaln import AUDIO_TAG, VIDEO_TAG, Modulation, add_gated, modulate
@@ -51,6 +52,19 @@ class CausalDit:
         self.head_dim: int = transformer.config.attention_head_dim
         self.text_dim: int = transformer.config.text_dim
         self.dtype: torch.dtype = transformer.context_embedder.weight.dtype
+
+    @property
+    def size(self) -> ModelSize:
+        """What the model's memory depends on."""
+        config = self.transformer.config
+        return ModelSize(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            hidden=config.hidden_size,
+            ffn=config.ffn_dim,
+            compute_bytes=self.dtype.itemsize,
+        )
 
     def prefill_text(self, context: Tensor, token_tags: Tensor, modulation: Modulation, cache: KvCache) -> Tensor:
         """Runs the text alone and stages every block's K and V.

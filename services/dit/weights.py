@@ -42,8 +42,11 @@ def load_transformer(directory: Path, compute_dtype: str) -> MiniMaxH3Transforme
     for name, value in _GEOMETRY.items():
         if config.get(name, value) != value:
             raise CheckpointError(f"{directory / 'config.json'}: {name} is {config[name]}, the service needs {value}")
-    with torch.device("meta"):
-        model = MiniMaxH3Transformer3DModel.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = MiniMaxH3Transformer3DModel.from_config(config)
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{directory / 'config.json'} does not describe a model: {error}") from error
     tensors = _read_tensors(shard_files(directory))
     _check_keys(directory, model.state_dict(), tensors)
     _cast(directory, tensors, compute_dtype)
@@ -82,7 +85,7 @@ def _read_tensors(files: list[Path]) -> dict[str, Tensor]:
                     if key in tensors:
                         raise CheckpointError(f"{path} holds {key!r}, which another file of the checkpoint holds too")
                     tensors[key] = file.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.budget import memory_budget
 from core.request import clip_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
@@ -25,6 +27,8 @@ from services.dit.model import CausalDit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import load_transformer, shard_files
+
+log = logging.getLogger(__name__)
 
 RAVEN = "raven"
 STREAMING_MIX: AdapterMix = ((RAVEN, 1.0),)
@@ -86,7 +90,9 @@ class DitWorker:
             self.weights.require()
             if cancelled():
                 raise VerbCancelled
-            with _out_of_memory("opening a session"):
+            budget = memory_budget(clip, len(context), self._model.size, decode_bytes=0)
+            log.info("session %s needs about %d bytes beside the weights: %s", session_id, budget.device_total, budget)
+            with _out_of_memory(f"opening a session of about {budget.device_total} bytes"):
                 opened = Rollout(self._model, self._adapters, STREAMING_MIX, clip, len(context), self._device)
                 opened.prefill(context, token_tags)
             self._sessions[session_id] = opened

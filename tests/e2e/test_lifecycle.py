@@ -73,7 +73,7 @@ async def test_two_jobs_run_one_after_the_other_and_do_not_touch_each_other(serv
     assert overlaps(read_ledger(server.ledger)) == []
 
 
-async def test_a_killed_worker_fails_its_job_and_the_lane_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_killed_worker_fails_its_job_and_a_frozen_one_costs_none(tiny_model: Path, tmp_path: Path) -> None:
     server = start_server(tiny_model, tmp_path)
     try:
         async with AsyncClient(server.address) as client:
@@ -88,7 +88,9 @@ async def test_a_killed_worker_fails_its_job_and_the_lane_comes_back(tiny_model:
             assert (lost.value.phase, lost.value.chunk_index) == ("denoise", 0)
             assert (await client.job(stream.job_id)).state == "failed"
             after = await finish(client)
-        assert after.latents_sha256 == before.latents_sha256
+            os.kill(children(server.process.pid)["vae"], signal.SIGSTOP)  # while the lane is idle
+            later = await finish(client)
+        assert after.latents_sha256 == later.latents_sha256 == before.latents_sha256
         entries = read_ledger(server.ledger)
         assert [e.worker for e in entries if e.event == "lost"] == ["dit"]
         assert overlaps(entries) == []
