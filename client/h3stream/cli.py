@@ -1,6 +1,6 @@
 """The `h3stream` command. Results go to standard output, everything else to standard error.
 
-Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted (Ctrl-C, SIGTERM), 141 the reader of `-o -` has gone.
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted (Ctrl-C, SIGTERM), 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra and arguments.run is not serve:
         parser.error(f"unknown arguments: {' '.join(extra)}")
     arguments.extra = extra
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the job is cancelled, the child stopped
     try:
         return int(arguments.run(arguments) or 0)
@@ -71,6 +74,9 @@ def generate(arguments: argparse.Namespace) -> int:
             "h3stream: standard output is a terminal; pipe it into a player, e.g. h3stream generate ... -o - | ffplay -"
         )
         return EXIT_BAD_INPUT
+    if not is_piped and Path(output).is_dir():
+        say(f"h3stream: cannot write {output or repr(output)}: it is a directory")
+        return EXIT_BAD_INPUT
     if not is_piped and not Path(output).absolute().parent.is_dir():
         say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
         return EXIT_BAD_INPUT
@@ -78,9 +84,9 @@ def generate(arguments: argparse.Namespace) -> int:
     with _server(arguments) as address:
         ending = asyncio.run(deliver(address, request, output, tally))
     if ending is Ending.WHOLE:
-        print("\n".join(tally.summary()), file=sys.stderr if is_piped else sys.stdout)
+        (say if is_piped else _print)("\n".join(tally.summary()))
         if not is_piped:
-            print(output)
+            _print(output)
     return STATUS_OF_ENDING[ending]
 
 
@@ -92,7 +98,7 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(result)
     else:
-        print("\n".join(plan_table(result)))
+        _print("\n".join(plan_table(result)))
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -118,7 +124,7 @@ def job(arguments: argparse.Namespace) -> None:
 
 def cancel(arguments: argparse.Namespace) -> None:
     """`h3stream cancel`: cancels a job and waits until its lane is free."""
-    print(_ask(arguments.server, lambda client: client.cancel(arguments.job_id)).state)
+    _print(_ask(arguments.server, lambda client: client.cancel(arguments.job_id)).state)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -239,7 +245,21 @@ def _ask(address: str, question: Callable[[AsyncClient], Awaitable[Answer]]) -> 
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(dataclasses.asdict(value), indent=2, default=str))
+    _print(json.dumps(dataclasses.asdict(value), indent=2, default=str))
+
+
+def _print(text: str) -> None:
+    """Writes a result to standard output; ends the command if that takes no more."""
+    try:
+        data = text.encode(sys.stdout.encoding, "surrogateescape")  # a file name may hold any bytes
+        sys.stdout.buffer.write(data + b"\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left would fail again at exit
+        if isinstance(error, BrokenPipeError):
+            sys.exit(STATUS_OF_ENDING[Ending.READER_GONE])
+        say(f"h3stream: cannot write standard output: {error.strerror}")
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

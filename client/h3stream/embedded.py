@@ -55,7 +55,10 @@ def model_directory(given: Path | None, environment: Mapping[str, str], report: 
     directory = cache / "h3stream" / "tiny-model"
     if not (directory / "model_index.json").exists():
         report(f"making the tiny model {directory}")
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"the tiny model cannot be made: {directory.parent}: {error.strerror}") from error
         made = subprocess.run([*_PYTHON, "tools.make_tiny_model", str(directory)], capture_output=True, text=True)
         if made.returncode != 0:
             raise StartupError(f"the tiny model cannot be made:\n{_tail(made.stderr)}")

@@ -240,10 +240,12 @@ async def test_a_full_server_says_when_to_come_back(run: Run, service: FakeVideo
 async def test_a_file_that_cannot_be_written_cancels_the_job(
     run: Run, service: FakeVideoService, tmp_path: Path
 ) -> None:
-    (tmp_path / "clip.mp4").mkdir()
+    (tmp_path / "clip.mp4").symlink_to("/dev/full")
     result = await run("generate", "a fox", "-o", "clip.mp4")
     assert result.status == 1
-    assert result.err.splitlines()[-1] == "h3stream: cannot write clip.mp4: Is a directory; the job is cancelled"
+    assert (
+        result.err.splitlines()[-1] == "h3stream: cannot write clip.mp4: No space left on device; the job is cancelled"
+    )
     assert service.cancelled == {"job-0"}
 
 
@@ -269,6 +271,39 @@ async def test_plan_prints_the_chunks(run: Run, service: FakeVideoService) -> No
         "    2          10:12          57:65          39",
         f"warning: {NOTICE}",
     ]
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("command", ["plan 'a fox'", "plan 'a fox' --json", "info"])
+@pytest.mark.parametrize(
+    ("redirection", "status", "line"),
+    [
+        ("| true", 141, ""),
+        ("> /dev/full", 1, "h3stream: cannot write standard output: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+async def test_results_that_nobody_takes_end_the_command_without_a_traceback(
+    address: str, tmp_path: Path, command: str, redirection: str, status: int, line: str
+) -> None:
+    script = f"{' '.join(CLI)} {command} --server {address} {redirection}; exit ${{PIPESTATUS[0]}}"
+    process = await asyncio.create_subprocess_exec("bash", "-c", script, cwd=tmp_path, stdout=PIPE, stderr=PIPE)
+    result = await finish(process)
+    assert (result.status, result.err) == (status, line)
+
+
+async def test_a_file_name_may_be_any_bytes(run: Run, tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff.mp4")
+    result = await run("generate", "a fox", "-o", name)
+    assert (result.status, result.out.splitlines()[-1]) == (0, b"\xff.mp4")
+    assert (tmp_path / name).read_bytes() == media_of(PLAN)
+
+
+@pytest.mark.parametrize("output", [".", ""])
+async def test_a_directory_is_refused_before_anything_is_made(run: Run, service: FakeVideoService, output: str) -> None:
+    result = await run("generate", "a fox", "-o", output)
+    assert (result.status, result.err) == (2, f"h3stream: cannot write {output or repr(output)}: it is a directory\n")
     assert service.requests == []
 
 

@@ -211,6 +211,12 @@ def test_a_tiny_model_that_cannot_be_made_is_one_clear_error(
         model_directory(None, {"XDG_CACHE_HOME": str(tmp_path)}, lambda line: None)
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    with pytest.raises(StartupError, match="cannot be made: .*: Not a directory"):
+        model_directory(None, {"XDG_CACHE_HOME": str(tmp_path / "a-file")}, lambda line: None)
+
+
 def test_without_the_server_package_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match="install h3stream-server, or use a running server with --server"):
