@@ -12,12 +12,14 @@ from h3stream.errors import CheckpointError
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The component's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
+    """The component's `config.json`. Raises CheckpointError if it is missing, unreadable or no JSON object."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

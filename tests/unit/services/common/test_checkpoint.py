@@ -32,6 +32,12 @@ def test_a_damaged_config_is_named(tmp_path: Path, content: bytes, complaint: st
         read_config(tmp_path)
 
 
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Is a directory"):
+        read_config(tmp_path)
+
+
 def test_only_safetensors_are_listed_in_order(tmp_path: Path) -> None:
     for name in ("b.safetensors", "a.safetensors", "a.bin", "model.pt"):
         (tmp_path / name).touch()

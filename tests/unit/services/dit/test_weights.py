@@ -83,6 +83,19 @@ def test_a_checkpoint_of_another_geometry_is_refused(directory: Path) -> None:
         load_transformer(directory, "auto")
 
 
+def test_a_config_that_describes_no_model_is_refused(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_layers": "x"}))
+    with pytest.raises(CheckpointError, match=r"config\.json does not describe a model"):
+        load_transformer(directory, "auto")
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(directory: Path) -> None:
+    (directory / "more.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"more\.safetensors cannot be read"):
+        load_transformer(directory, "auto")
+
+
 def test_shards_load_like_one_file(directory: Path) -> None:
     whole = load_transformer(directory, "auto").state_dict()
     tensors = load_file(directory / WEIGHTS)
