@@ -213,7 +213,7 @@ def test_a_tiny_model_that_cannot_be_made_is_one_clear_error(
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "a-file").touch()
-    with pytest.raises(StartupError, match="cannot be made: .*: Not a directory"):
+    with pytest.raises(StartupError, match=r"cannot be made: .*: Not a directory"):
         model_directory(None, {"XDG_CACHE_HOME": str(tmp_path / "a-file")}, lambda line: None)
 
 
