@@ -105,7 +105,9 @@ class RayLane:
             self._actors.append(actor)
             started.append(actor.start.remote(self._address(worker)))
         try:
-            addresses = await asyncio.wait_for(asyncio.gather(*started), START_TIMEOUT_S)
+            # Not wait_for, which leaves the exception of a cancelled gather to nobody, who then logs it.
+            async with asyncio.timeout(START_TIMEOUT_S):
+                addresses = await asyncio.gather(*started)
         except ray.exceptions.RayError as error:
             raise StartupError(f"lane {self._index}: {_cause(error)}") from error
         except TimeoutError:
