@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Coroutine, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,15 +41,21 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     stop = StopSignal(exit_with_parent)
     log.info("settings: %s", settings)
     model = read_model_info(settings.model)
-    with _take_data_directory(settings.data):
+    with (
+        _take_data_directory(settings.data),
+        # Sockets and Ray's own files, in a directory that only this user can enter. Ray's last processes may still be
+        # writing there when it is removed.
+        tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True) as runtime,
+    ):
         _prepare_ray(os.environ)
         from orchestrator.lanes import RayCluster, RayLane
 
-        cluster = RayCluster(settings)
+        cluster = RayCluster(settings, Path(runtime))
         cluster.start()
         try:
             stop.listen()  # again: Ray has put handlers of its own in place
-            await serve_lanes(settings, model, stop, RayLane)
+            hosts = [RayLane(settings, Path(runtime), index) for index in range(settings.lanes)]
+            await serve_lanes(settings, model, stop, hosts)
         finally:
             cluster.stop()
 
@@ -82,32 +88,30 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
-async def serve_lanes(
-    settings: Settings, model: ModelInfo, stop: StopSignal, make_host: Callable[[Settings, Path, int], LaneHost]
-) -> None:
-    """Serves on lanes that `make_host` hosts until told to stop, also while they start. Raises StartupError."""
-    # Unix sockets live in a directory that only this user can enter.
-    with tempfile.TemporaryDirectory(prefix="h3stream-") as runtime_directory:
-        lanes = [Lane(make_host(settings, Path(runtime_directory), index)) for index in range(settings.lanes)]
-        scheduler = Scheduler(
-            lanes, settings.data, max_queued_jobs=settings.max_queued_jobs, kept_jobs=settings.kept_jobs
-        )
-        # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
-        server = RpcServer((SERVICE_NAME,))
-        video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
-        address = await server.start(settings.listen, serving=False)
-        try:
-            if await stop.comes_before(scheduler.start()):
-                log.info("stopping before the model has been loaded")
-                return
-            await server.set_serving(True)
-            print(f"listening on {address}", flush=True)
-            await stop.first.wait()
-            log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
-            await server.set_serving(False)
-        finally:
-            await scheduler.stop(settings.drain_s, stop.second)
-            await server.stop(grace_s=1.0)
+async def serve_lanes(settings: Settings, model: ModelInfo, stop: StopSignal, hosts: Sequence[LaneHost]) -> None:
+    """Serves on the lanes of these hosts until told to stop, also while they start. Raises StartupError."""
+    scheduler = Scheduler(
+        [Lane(host) for host in hosts],
+        settings.data,
+        max_queued_jobs=settings.max_queued_jobs,
+        kept_jobs=settings.kept_jobs,
+    )
+    # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
+    server = RpcServer((SERVICE_NAME,))
+    video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
+    address = await server.start(settings.listen, serving=False)
+    try:
+        if await stop.comes_before(scheduler.start()):
+            log.info("stopping before the model has been loaded")
+            return
+        await server.set_serving(True)
+        print(f"listening on {address}", flush=True)
+        await stop.first.wait()
+        log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
+        await server.set_serving(False)
+    finally:
+        await scheduler.stop(settings.drain_s, stop.second)
+        await server.stop(grace_s=1.0)
 
 
 class StopSignal:

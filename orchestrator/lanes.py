@@ -41,8 +41,10 @@ PACKAGES: dict[Worker, str] = {worker: f"services.{worker.value}" for worker in 
 class RayCluster:
     """The Ray instance on this machine that hosts all lanes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, runtime_directory: Path) -> None:
+        """runtime_directory: Ray's sockets and logs go there; its path must be short."""
         self._settings = settings
+        self._runtime_directory = runtime_directory
 
     def start(self) -> None:
         """Starts Ray. Raises StartupError if it does not come up.
@@ -51,6 +53,8 @@ class RayCluster:
         """
         try:
             ray.init(
+                address="local",  # never a cluster that the environment names: its GPUs are not ours to take
+                _temp_dir=str(self._runtime_directory),
                 num_cpus=1,
                 resources={HOST_SLOT: self._settings.lanes},
                 include_dashboard=False,
