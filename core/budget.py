@@ -1,6 +1,6 @@
 """Memory that a streaming clip needs beside the weights, term by term, and what its stream will weigh.
 
-Source: reference/raven-streaming.md §6.4 and §9.1; its worked example is a test.
+Source: docs/reference/raven-streaming.md §6.4 and §9.1; its worked example is a test.
 """
 
 from __future__ import annotations

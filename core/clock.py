@@ -2,7 +2,7 @@
 
 96000 ticks a second is the least common multiple of 24 and 32000: a frame is 4000 ticks, a sample 3. No floats
 anywhere.
-Source: reference/raven-streaming.md §10-§12.
+Source: docs/reference/raven-streaming.md §10-§12.
 """
 
 from __future__ import annotations

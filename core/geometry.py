@@ -10,7 +10,7 @@ of a chunk, `P` retained rows, `E` text tokens, `h d` heads and head dim.
     frames          [F, height, width, 3] uint8    24 a second
     samples         [2, S]               float32   32 kHz stereo, S = 800 A
 
-Source: reference/raven-streaming.md §1-§3 (RAVEN streaming 0.1.0, commit bcfa3813); MiniMax H3 published configs.
+Source: docs/reference/raven-streaming.md §1-§3 (RAVEN streaming 0.1.0, commit bcfa3813); MiniMax H3 published configs.
 """
 
 from __future__ import annotations

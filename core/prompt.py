@@ -1,6 +1,6 @@
 """Which prompts are accepted, decided without a tokenizer.
 
-Source: reference/h3-model.md §6.1-§6.2.
+Source: docs/reference/h3-model.md §6.1-§6.2.
 """
 
 from __future__ import annotations

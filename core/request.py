@@ -3,7 +3,7 @@
 Every rule that a request breaks is found at once. What arrives here is final: defaults have been filled in, and nothing
 is rounded, clamped or shrunk to make it fit; the descriptions name what would fit instead.
 
-Source: reference/raven-streaming.md §1.
+Source: docs/reference/raven-streaming.md §1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which KV cache entries attention still sees. Entry 0 is the text, entry c + 1 is chunk c.
 
-Source: reference/raven-streaming.md §6.2.
+Source: docs/reference/raven-streaming.md §6.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sigma grids and the timesteps fed to the model.
 
-Source: reference/raven-streaming.md §4.
+Source: docs/reference/raven-streaming.md §4.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ STANDARD_CLIP = ClipSpec(
 )
 """Defaults of the published model: its canvas rule at 16:9 and its default length, RAVEN's sampling and retention.
 
-Source: reference/h3-model.md §9, reference/raven-streaming.md §1.
+Source: docs/reference/h3-model.md §9, docs/reference/raven-streaming.md §1.
 """
 
 COMPONENTS = ("transformer", "vae", "audio_vae", "text_encoder", "tokenizer")

@@ -3,7 +3,7 @@
 A forward's rows lie at one or two distinct timesteps, and a clip uses few such sets: one per step, and the context's.
 Each is computed from exactly the rows that a forward would compute it from, so the table changes no bit; a batch over
 all timesteps would let the matrix kernels round differently.
-Source: reference/raven-streaming.md §2.2, §4.2, §7.
+Source: docs/reference/raven-streaming.md §2.2, §4.2, §7.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     out = round(float32(base_out) + sum over adapters of strength * alpha / rank * up(down(float32(x))))
 
-Source: reference/raven-streaming.md §8.
+Source: docs/reference/raven-streaming.md §8.
 """
 
 from __future__ import annotations

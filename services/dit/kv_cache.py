@@ -2,7 +2,7 @@
 
 Entry 0 is the text, entry c + 1 is chunk c. K is cached after norm and rotation at absolute positions, V as projected.
 Which entries are retained is `core/retention.py`; where their rows live is `kv_storage.py`.
-Source: reference/raven-streaming.md §6.
+Source: docs/reference/raven-streaming.md §6.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Our forward over the published DiT modules: text prefill and chunk forwards, read from top to bottom.
 
 Every weight is used by calling its module, never by reading it, so adapters attached to the modules apply.
-Numerics: reference/raven-streaming.md §5.4, §7.
+Numerics: docs/reference/raven-streaming.md §5.4, §7.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Official module names of the H3 DiT and the published modules they stand for; adapters use the official ones.
 
-Source: reference/h3-model.md §3.1, reference/raven-streaming.md §8.1.
+Source: docs/reference/h3-model.md §3.1, docs/reference/raven-streaming.md §8.1.
 """
 
 from __future__ import annotations

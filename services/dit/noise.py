@@ -2,7 +2,7 @@
 
 Drawn on the CPU, so a seed means the same clip on every device; torch's CPU generator uses the low 32 bits of it. The
 global generator is neither read nor written.
-Source: reference/raven-streaming.md §5.2.
+Source: docs/reference/raven-streaming.md §5.2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The streaming rollout of one clip: text into the cache, then chunk by chunk from noise to latents to context.
 
-Source: reference/raven-streaming.md §4-§5.
+Source: docs/reference/raven-streaming.md §4-§5.
 """
 
 from __future__ import annotations

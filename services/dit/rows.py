@@ -1,7 +1,7 @@
 """Latents to rows of the transformer and back, and where the rows of a chunk lie in space and time.
 
 A chunk's rows are its audio (all of left, then all of right), then its video (latent, patch row, patch column).
-Source: reference/raven-streaming.md §2.1.
+Source: docs/reference/raven-streaming.md §2.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The prompt as the encoder sees it: its tokens verbatim, with no template, no special tokens around it and no padding.
 
-Source: reference/h3-model.md §6.1-§6.2. Which prompts are accepted is decided in `core/request.py`.
+Source: docs/reference/h3-model.md §6.1-§6.2. Which prompts are accepted is decided in `core/request.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Files, keys, shapes and dtypes are decided here; the modules are transformers' own. What lies above the hidden state
 that H3 reads (further layers, the final norm, the head) and the vision tower never leave the disk.
 
-Source: reference/h3-model.md §6.3, §6.5.
+Source: docs/reference/h3-model.md §6.3, §6.5.
 """
 
 from __future__ import annotations

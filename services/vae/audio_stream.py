@@ -2,7 +2,7 @@
 
 The decoder is not causal, so each decode takes a margin of latents on both sides of what it keeps (overlap-save). This
 object keeps the latents that a later decode still needs, and measures the soundtrack as it passes.
-Source: reference/raven-streaming.md §11, reference/h3-model.md §5.
+Source: docs/reference/raven-streaming.md §11, docs/reference/h3-model.md §5.
 """
 
 from __future__ import annotations

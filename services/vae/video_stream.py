@@ -2,7 +2,7 @@
 
 A decode looks at seven latents, five of its own and two of lookahead, and its last five frames are blended into the
 first five of the next decode. This object carries the lookahead and those five frames; nothing else is kept.
-Source: reference/raven-streaming.md §10, reference/h3-model.md §4.3.
+Source: docs/reference/raven-streaming.md §10, docs/reference/h3-model.md §4.3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`adapters/raven.safetensors`: a RAVEN adapter for the tiny DiT, of the published file's form.
 
-Keys, shapes and metadata: reference/raven-streaming.md §8.1.
+Keys, shapes and metadata: docs/reference/raven-streaming.md §8.1.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ CONFIG = {
     "resblock_kernel_sizes": (3, 7),
     "resblock_dilation_sizes": ((1, 3), (1, 3)),
 }
-"""What differs from the published configuration, which is the class's default (reference/h3-model.md §5)."""
+"""What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §5)."""
 
 _LATENT_CHANNELS = 32
 _RESIDUAL_GAIN = 0.25

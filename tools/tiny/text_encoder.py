@@ -13,7 +13,7 @@ from tools.tiny.fill import Normal, fan_in, fill
 
 HIDDEN_STATE_INDEX = 4
 """Hidden state that H3 reads of this model: above the three deepstack layers and below the last layer, like index 50 of
-the published 64 (reference/h3-model.md §6.3)."""
+the published 64 (docs/reference/h3-model.md §6.3)."""
 
 _TEXT_WIDTH = 128
 _RESIDUAL_GAIN = 0.5

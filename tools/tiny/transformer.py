@@ -21,10 +21,10 @@ CONFIG = {
     "time_embed_hidden_dim": 192,
     "time_embed_dim": 96,
 }
-"""What differs from the published configuration, which is the class's default (reference/h3-model.md §2.1)."""
+"""What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 
 FLOAT32_ISLANDS = ("proj_in.", "audio_proj_in.", "time_embedder.", "proj_out.", "audio_proj_out.")
-"""Prefixes of the parameters that the published files keep in float32 (reference/h3-model.md §2.2)."""
+"""Prefixes of the parameters that the published files keep in float32 (docs/reference/h3-model.md §2.2)."""
 
 _MODULATION_STD = 0.4
 """Of shift, scale and gate: every branch contributes, none dominates."""

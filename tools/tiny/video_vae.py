@@ -18,7 +18,7 @@ CONFIG = {
     "decoder_num_attention_heads": 2,
     "decoder_attention_head_dim": 64,
 }
-"""What differs from the published configuration, which is the class's default (reference/h3-model.md §4)."""
+"""What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §4)."""
 
 _LATENT_CHANNELS = 24
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)

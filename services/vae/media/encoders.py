@@ -2,7 +2,7 @@
 
 The streams are made for joining at chunks: one closed GOP per 17 frames, no B-frames, and a picture leaves the encoder
 in the call that brought it. One thread and fixed settings, so the same input gives the same bytes.
-Source: reference/raven-streaming.md §13.
+Source: docs/reference/raven-streaming.md §13.
 """
 
 from __future__ import annotations
