@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 from h3stream import codec
 from h3stream.channel import CHANNEL_OPTIONS

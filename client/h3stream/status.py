@@ -6,6 +6,8 @@ the standard google.rpc details.
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
@@ -85,8 +87,8 @@ def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
 
 def from_rpc_error(error: grpc.RpcError) -> GenerationError:
     """The error that a failed call stands for; its cause is the gRPC error."""
-    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-    message: str = error.details() or code.name  # type: ignore[attr-defined]
+    code: grpc.StatusCode = error.code()
+    message: str = error.details() or code.name
     info, bad_request, retry = _details(error)
     cls = _CLASS_OF_REASON.get(info.reason) if info.domain == DOMAIN else None
     if cls is None or STATUS_OF[cls] != code:
@@ -141,7 +143,8 @@ def _details(
 ) -> tuple[status_pb2.RpcErrorInfo, status_pb2.RpcBadRequest, status_pb2.RpcRetryInfo]:
     info, bad_request, retry = status_pb2.RpcErrorInfo(), status_pb2.RpcBadRequest(), status_pb2.RpcRetryInfo()
     targets: dict[str, Message] = {"ErrorInfo": info, "BadRequest": bad_request, "RetryInfo": retry}
-    trailer = next((v for k, v in error.trailing_metadata() or () if k == DETAILS_KEY), b"")  # type: ignore[attr-defined]
+    metadata: Any = error.trailing_metadata() or ()  # pairs, whatever the stubs say
+    trailer = next((value for key, value in metadata if key == DETAILS_KEY), b"")
     try:
         for detail in status_pb2.RpcStatus.FromString(trailer).details:
             target = targets.get(detail.type_url.removeprefix(_TYPE_PREFIX))

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -47,9 +47,9 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The method's own handler, wrapped; methods that are not ours stay as they are."""
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Protocol
 
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
 from services.common.residency import DeviceWeights

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto
 from h3stream.errors import InvalidRequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from grpc import aio  # type: ignore[attr-defined]
+from grpc import aio
 
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.tensors import to_parts
