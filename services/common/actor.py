@@ -5,6 +5,7 @@ Nothing else crosses Ray.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from services.common.config import WorkerConfig
@@ -17,6 +18,8 @@ class WorkerActor:
     """Made a Ray actor by `orchestrator/lanes.py`; async, so it answers `ping` while a verb computes on its thread."""
 
     def __init__(self, package: str, config: WorkerConfig) -> None:
+        # Ray passes what its workers print on to the server's log.
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         # Imported in the actor's process: the orchestrator names this class and must not load torch.
         from services.common.process import WorkerProcess
 

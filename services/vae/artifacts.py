@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from h3stream.errors import PhaseError
 from services.vae.media.boxes import AudioTrack, Packet, VideoTrack
 from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder
 from services.vae.media.file_muxer import PacketIndex, lay_out
+
+log = logging.getLogger(__name__)
 
 FINAL_NAME = "final.mp4"
 _PCM_BLOCK_SAMPLES = 32_000
@@ -130,4 +133,6 @@ def _disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PhaseError(f"cannot write artifacts to {directory}: {error.strerror or error}") from error
+        # The caller learns what is wrong, the log where: paths of the server are no caller's business.
+        log.warning("artifacts cannot be written to %s: %s", directory, error)
+        raise PhaseError(f"the artifacts cannot be written: {error.strerror or type(error).__name__}") from error

@@ -98,7 +98,7 @@ def test_discarding_leaves_nothing(encoder: H264Encoder, tmp_path: Path) -> None
 def test_a_full_disk_is_an_error_that_names_it(encoder: H264Encoder, tmp_path: Path) -> None:
     (tmp_path / ".final.mp4.pcm").symlink_to("/dev/full")
     made = FinalFile(tmp_path)
-    with pytest.raises(PhaseError, match=f"cannot write artifacts to {tmp_path}: No space left on device"):
+    with pytest.raises(PhaseError, match="the artifacts cannot be written: No space left on device"):
         made.add_sound(tone(0.1))
     made.discard()
     assert list(tmp_path.iterdir()) == []
@@ -123,5 +123,5 @@ def test_finishing_can_be_tried_again_once_there_is_room(encoder: H264Encoder, t
 
 def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PhaseError, match=r"cannot write artifacts to .*/file/below: Not a directory"):
+    with pytest.raises(PhaseError, match="the artifacts cannot be written: Not a directory"):
         FinalFile(tmp_path / "file" / "below")
