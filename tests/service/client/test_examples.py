@@ -6,28 +6,14 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
 from h3stream import Fragment, GenerateRequest
-from tests.fakes import FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+from tests.fakes import FakeVideoService, Script, events_of, media_of, plan_of
 
-EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 A_SCREEN = 40  # lines
 PLAN = plan_of(GenerateRequest("a fox"))
-
-
-@pytest.fixture
-def service() -> FakeVideoService:
-    return FakeVideoService()
-
-
-@pytest.fixture
-async def address(service: FakeVideoService) -> AsyncIterator[str]:
-    async with serve_video(service) as address:
-        yield address
 
 
 async def run(name: str, *arguments: str, cwd: Path, path: str = os.environ["PATH"]) -> tuple[int, str, str]:

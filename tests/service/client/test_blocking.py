@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -22,20 +21,9 @@ from h3stream import (
     MuxError,
     NotReadyError,
 )
-from tests.fakes import SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+from tests.fakes import SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
-
-
-@pytest.fixture
-def service() -> FakeVideoService:
-    return FakeVideoService()
-
-
-@pytest.fixture
-async def address(service: FakeVideoService) -> AsyncIterator[str]:
-    async with serve_video(service) as address:
-        yield address
 
 
 async def test_every_event_arrives_in_order_as_it_was_made(address: str) -> None:

@@ -19,7 +19,7 @@ from h3stream.embedded import EmbeddedServer, model_directory, serve_command
 from h3stream.errors import StartupError
 from tests.fakes import media_of, plan_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLI = [sys.executable, "-m", "h3stream.cli"]
 
 CHILD = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -14,7 +12,7 @@ from h3stream import AsyncClient, errors
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
 from h3stream.status import MAX_MESSAGE_BYTES, STATUS_OF
 from h3stream.v1 import video_pb2, video_pb2_grpc
-from tests.fakes import FakeVideoService, Script, serve_video
+from tests.fakes import FakeVideoService, Script
 
 VIOLATIONS = (
     FieldViolation("num_frames", "40 is not 17k + 5; the nearest are 39 and 56", "FRAMES_OFF_GRID"),
@@ -30,17 +28,6 @@ def example(cls: type[GenerationError]) -> GenerationError:
     if issubclass(cls, OverloadedError):
         return cls("what went wrong", retry_after_s=2.25, **facts)
     return cls("what went wrong", **facts)
-
-
-@pytest.fixture
-def service() -> FakeVideoService:
-    return FakeVideoService()
-
-
-@pytest.fixture
-async def address(service: FakeVideoService) -> AsyncIterator[str]:
-    async with serve_video(service) as address:
-        yield address
 
 
 def test_the_table_covers_the_whole_tree() -> None:

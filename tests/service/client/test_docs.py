@@ -16,7 +16,7 @@ from h3stream.codec import PAYLOADS
 from h3stream.status import STATUS_OF
 from tests.fakes import FakeVideoService, media_of, plan_of, serve_video
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "api.md").read_text()
 READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 

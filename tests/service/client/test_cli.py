@@ -10,14 +10,14 @@ import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from h3stream import Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError
-from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
 FIRST = next(e for e in events_of(PLAN) if isinstance(e, Fragment))
@@ -32,17 +32,6 @@ class Result:
 
 
 Run = Callable[..., Awaitable[Result]]
-
-
-@pytest.fixture
-def service() -> FakeVideoService:
-    return FakeVideoService()
-
-
-@pytest.fixture
-async def address(service: FakeVideoService) -> AsyncIterator[str]:
-    async with serve_video(service) as address:
-        yield address
 
 
 async def start(*arguments: str, cwd: Path) -> Process:

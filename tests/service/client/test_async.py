@@ -35,11 +35,6 @@ PLAN = plan_of(GenerateRequest("a fox"))
 
 
 @pytest.fixture
-def service() -> FakeVideoService:
-    return FakeVideoService()
-
-
-@pytest.fixture
 async def client(service: FakeVideoService) -> AsyncIterator[AsyncClient]:
     async with serve_video(service) as address, AsyncClient(address) as client:
         yield client
