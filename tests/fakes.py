@@ -90,8 +90,8 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
                 num_steps=plan.clip.steps, num_frames_emitted=frames, queue_position=0, is_heartbeat=False,
             )  # fmt: skip
         frames_before_end = frames
-        yield event(PhaseChange, phase="decode", chunk_index=index)
         if index == 1:
+            yield event(PhaseChange, phase="decode", chunk_index=0)  # which completes no frame by itself
             data = b"init of " + job_id.encode()
             num_bytes += len(data)
             yield event(
@@ -99,6 +99,7 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
                 video_encoder="libx264", audio_encoder="aac",
             )  # fmt: skip
         if new := chunk.num_frames_emitted - frames:
+            yield event(PhaseChange, phase="decode", chunk_index=index)
             data = bytes([index]) * 5000
             start, frames = frames, chunk.num_frames_emitted
             yield event(

@@ -22,6 +22,8 @@ class Tally:
         self.num_chunks = 0
         self.step = 0
         self.num_steps = 0
+        self.num_forwards = 0
+        """Noise forwards done, of all chunks; decoding an earlier chunk later takes none of them back."""
         self.queue_position = 0
         self.num_frames = 0
         """Frames of the whole clip."""
@@ -49,9 +51,10 @@ class Tally:
                 for warning in event.plan.warnings:
                     self._warn(warning.message)
             case PhaseChange():
-                self.phase, self.chunk_index, self.step, self.queue_position = event.phase, event.chunk_index, 0, 0
+                self._move(event.phase, event.chunk_index, 0)
+                self.queue_position = 0
             case Progress():
-                self.phase, self.chunk_index, self.step = event.phase, event.chunk_index, event.step
+                self._move(event.phase, event.chunk_index, event.step)
                 self.queue_position = event.queue_position
             case Fragment():
                 self.num_frames_emitted += event.num_frames
@@ -66,13 +69,12 @@ class Tally:
 
     @property
     def fraction(self) -> float:
-        """How much of the work is done, from 0 to 1: chunks sampled, and steps of the one in work."""
+        """How much of the work is done, from 0 to 1, counted in noise forwards."""
         if self.stream is not None:
             return 1.0
-        if self.chunk_index < 0 or not self.num_chunks or not self.num_steps:
+        if not self.num_chunks or not self.num_steps:
             return 0.0
-        of_chunk = self.step / self.num_steps if self.phase == "denoise" else 1.0  # later phases follow the last step
-        return (self.chunk_index + of_chunk) / self.num_chunks
+        return self.num_forwards / (self.num_chunks * self.num_steps)
 
     def describe(self) -> str:
         """Where the job is, in a few words."""
@@ -101,6 +103,11 @@ class Tally:
             f"in {self.stream.num_fragments} fragments; {self.completed.timings.total_s:.1f} s in all",
             *(WARNING + message for message in self.warnings),
         ]
+
+    def _move(self, phase: str, chunk_index: int, step: int) -> None:
+        self.phase, self.chunk_index, self.step = phase, chunk_index, step
+        if phase == "denoise":
+            self.num_forwards = chunk_index * self.num_steps + step
 
     def _warn(self, message: str) -> None:
         if message not in self.warnings:

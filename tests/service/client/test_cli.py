@@ -76,9 +76,10 @@ async def test_progress_that_is_no_terminal_is_plain_lines(run: Run) -> None:
     notes = ["job job-0: 39 frames of 64x64 in 3 chunks, seed 0", f"warning: {NOTICE}"]
     assert result.err.splitlines()[:2] == notes
     lines = [line.split("s  ", 1)[1] for line in result.err.splitlines()[2:] if not line.startswith("warning")]
-    assert lines[:3] == [
+    assert lines[:4] == [
         "encode  0/39 frames",
         "denoise  chunk 1/3  step 0/2  0/39 frames",
+        "denoise  chunk 2/3  step 0/2  0/39 frames",
         "decode  chunk 1/3  0/39 frames",
     ]
     assert re.fullmatch(r"denoise  chunk 3/3  step 0/2  17/39 frames  first at \d+\.\d s", lines[5])
