@@ -22,6 +22,7 @@ import av
 import numpy as np
 import torch
 
+from core.budget import AAC_BIT_RATE
 from core.clock import audio_window, emission_table, final_audio_latents
 from core.geometry import (
     FPS,
@@ -34,7 +35,7 @@ from core.geometry import (
 )
 from services.vae.audio_stream import AudioStream
 from services.vae.media.boxes import AudioTrack, Packet, VideoTrack
-from services.vae.media.encoders import AAC_BIT_RATE, AAC_FRAME_SAMPLES, AacEncoder, open_h264_encoder
+from services.vae.media.encoders import AAC_FRAME_SAMPLES, AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer
 from services.vae.output import to_pcm, to_rgb8
 from services.vae.video_stream import PIXEL_MEAN, PIXEL_STD, VideoStream

@@ -23,6 +23,10 @@ from core.geometry import (
 from core.request import ClipValues
 from core.retention import retained_entries
 
+VIDEO_BIT_RATE = 6_000_000
+"""Bits per second of the H.264 track unless a deployment says otherwise (RAVEN's rate)."""
+AAC_BIT_RATE = 128_000
+"""Bits per second of the AAC track."""
 LATENT_BYTES = 4
 """Latents, noise and clean estimates are float32 whatever the compute dtype is."""
 CLIP_LONG_BUFFERS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from core.budget import expected_stream_bytes
+from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
 from core.request import clip_violations, clip_warnings, prompt_violations
@@ -13,9 +13,6 @@ from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
 from services.common.refusal import refuse
-
-AUDIO_BITS_PER_SECOND = 128_000
-"""Target rate of the AAC track."""
 
 
 def resolve(request: GenerateRequest, defaults: ClipSpec) -> ClipSpec:
@@ -55,6 +52,6 @@ def make_plan(clip: ClipSpec, model: ModelInfo, video_bits_per_second: int) -> v
         num_samples=num_samples(clip.num_frames),
         num_noise_forwards=clip.steps * len(chunks),
         num_clean_forwards=len(chunks) - 1,
-        expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AUDIO_BITS_PER_SECOND),
+        expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AAC_BIT_RATE),
         warnings=warnings,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.budget import VIDEO_BIT_RATE
 from h3stream.errors import ConfigError
 from services.common.listen import check_tcp_address
 from services.common.options import option_help
@@ -45,7 +46,7 @@ class Settings:
     """Finished jobs whose events and artifacts are kept; the oldest is removed first."""
     adapter: Path | None = None
     """RAVEN adapter file; none: the only one in the model directory's `adapters/`."""
-    video_bit_rate: int = 6_000_000
+    video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
     drain_s: float = 30.0
     """How long running jobs may go on after SIGTERM before they are cancelled."""

@@ -44,8 +44,7 @@ class PhaseSequencer:
         if worker is None:
             return
         holder = self._workers[worker]
-        needed = (await holder.describe()).weight_bytes
-        if free_bytes and free_bytes < needed:
+        if free_bytes and free_bytes < (needed := (await holder.describe()).weight_bytes):
             raise DeviceMemoryError(
                 f"{worker.value} needs {needed} bytes on the device, but only {free_bytes} are free after the "
                 "worker before it has left"

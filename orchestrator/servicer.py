@@ -8,6 +8,7 @@ from typing import Any
 
 from core.geometry import MAX_CANVAS_PIXELS, valid_frame_counts
 from core.prompt import MAX_PROMPT_BYTES
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.codec import (
     clip_spec_to_proto,
     plan_request_from_proto,
@@ -20,7 +21,6 @@ from orchestrator.admission import check, make_plan, resolve
 from orchestrator.config import Settings
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
-from services.common.rpc import MAX_MESSAGE_BYTES
 
 SERVICE_NAME = "h3stream.v1.VideoService"
 

@@ -12,6 +12,7 @@ from typing import Any
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents, valid_frame_counts
 from h3stream import codec
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import FieldViolation, GenerationError, JobCancelledError, JobNotFoundError, OffGridError
 from h3stream.events import (
     Accepted,
@@ -32,7 +33,7 @@ from h3stream.events import (
 from h3stream.job import Job, ServerInfo
 from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2, video_pb2_grpc
-from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer
+from services.common.rpc import RpcServer
 
 DEFAULT_CLIP = ClipSpec(
     num_frames=39, width=64, height=64, steps=2, video_shift=12.0, audio_shift=3.0, sink=2, window=2,

@@ -22,7 +22,7 @@ _TYPE_PREFIX = "type.googleapis.com/google.rpc."
 
 # gRPC drops a call whose trailers pass 8 KiB. The message travels twice (percent-encoded, and in the base64 details),
 # the violations once.
-MAX_MESSAGE_BYTES = 1_000
+MAX_TEXT_BYTES = 1_000
 MAX_VIOLATION_BYTES = 2_000
 
 STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
@@ -66,7 +66,7 @@ def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
     Texts beyond what a trailer can carry are cut, and say so.
     """
     code = STATUS_OF[type(error)]
-    message = _cut(error.message, MAX_MESSAGE_BYTES)
+    message = _cut(error.message, MAX_TEXT_BYTES)
     metadata = {"job_id": error.job_id, "phase": error.phase}
     if error.chunk_index >= 0:
         metadata["chunk_index"] = str(error.chunk_index)
@@ -113,7 +113,7 @@ def _bad_request(violations: tuple[FieldViolation, ...]) -> status_pb2.RpcBadReq
     result = status_pb2.RpcBadRequest()
     left = MAX_VIOLATION_BYTES
     for number, violation in enumerate(violations):
-        description = _cut(violation.description, MAX_MESSAGE_BYTES)
+        description = _cut(violation.description, MAX_TEXT_BYTES)
         left -= len(description.encode()) + len(violation.field.encode()) + len(violation.reason)
         if left < 0:
             result.field_violations.add(

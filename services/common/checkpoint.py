@@ -35,6 +35,29 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+def shard_files(directory: Path) -> list[Path]:
+    """The component's weight files, sorted: those that its index names, or every safetensors file without an index.
+
+    Raises CheckpointError if the index is none, or names files that are not in the directory.
+    """
+    indexes = sorted(directory.glob("*.safetensors.index.json"))
+    if not indexes:
+        return weight_files(directory)
+    names: set[str] = set()
+    for index in indexes:
+        try:
+            names.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = sorted(directory / name for name in names)
+        except OSError as error:
+            raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [file.name for file in files if file.parent != directory or not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which its index names")
+    return files
+
+
 def header_digest(path: Path) -> str:
     """SHA-256 of a safetensors file's header and size, without reading its many gigabytes.
 

@@ -16,13 +16,11 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError
 from h3stream.status import DETAILS_KEY, to_status
 
 log = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 1 << 20
-"""Limit of a message in both directions; payloads are cut below it."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

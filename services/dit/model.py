@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.budget import ModelSize
-from core.geometry import Chunk, text_positions
+from core.geometry import Chunk, num_audio_rows, text_positions
 from core.schedule import context_timestep
 from services.dit.adaln import AUDIO_TAG, VIDEO_TAG, Modulation, add_gated, modulate
 from services.dit.attention import Rotary, self_attention
@@ -84,7 +84,7 @@ class CausalDit:
     def chunk_layout(self, chunk: Chunk, num_tokens: int, latent_height: int, latent_width: int) -> ChunkLayout:
         """What the forwards of a chunk need besides its latents; computed once per chunk."""
         positions = chunk_position_ids(chunk, num_tokens, latent_height, latent_width)
-        return ChunkLayout(self._rotary(positions), 2 * chunk.num_audio_latents)
+        return ChunkLayout(self._rotary(positions), num_audio_rows(chunk))
 
     def forward_chunk(
         self,

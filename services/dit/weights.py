@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from core.geometry import AUDIO_LATENT_CHANNELS, PATCH, VIDEO_LATENT_CHANNELS
 from h3stream.errors import CheckpointError
-from services.common.checkpoint import read_config, weight_files
+from services.common.checkpoint import read_config, shard_files
 
 if TYPE_CHECKING:
     from diffusers import MiniMaxH3Transformer3DModel
@@ -54,26 +53,6 @@ def load_transformer(directory: Path, compute_dtype: str) -> MiniMaxH3Transforme
     # Not stored: computed here from the configuration, in float32.
     model.rope = type(model.rope)(model.config.rope_freq_dim, model.config.rope_theta)
     return model.requires_grad_(False).eval()
-
-
-def shard_files(directory: Path) -> list[Path]:
-    """The weight files of a component: those that its index names, else every safetensors file.
-
-    Raises CheckpointError if one is missing.
-    """
-    indexes = sorted(directory.glob("*.safetensors.index.json"))
-    if not indexes:
-        return weight_files(directory)
-    files: set[Path] = set()
-    for index in indexes:
-        try:
-            files.update(directory / name for name in json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-    missing = sorted(file.name for file in files if not file.is_file())
-    if missing:
-        raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which its index names")
-    return sorted(files)
 
 
 def _read_tensors(files: list[Path]) -> dict[str, Tensor]:

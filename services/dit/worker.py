@@ -14,7 +14,7 @@ from core.budget import memory_budget
 from core.request import clip_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
-from services.common.checkpoint import header_digest
+from services.common.checkpoint import header_digest, shard_files
 from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
@@ -26,7 +26,7 @@ from services.dit.kv_cache import KvStats
 from services.dit.model import CausalDit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
-from services.dit.weights import load_transformer, shard_files
+from services.dit.weights import load_transformer
 
 log = logging.getLogger(__name__)
 

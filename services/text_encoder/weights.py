@@ -8,7 +8,6 @@ Source: docs/reference/h3-model.md §6.3, §6.5.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from h3stream.errors import CheckpointError
-from services.common.checkpoint import header_digest, read_config, weight_files
+from services.common.checkpoint import header_digest, read_config, shard_files
 
 DEFAULT_HIDDEN_STATE_INDEX = 50
 """Hidden state that H3 reads of the published 64-layer model: the output of layer 49, before any final norm."""
@@ -59,7 +58,7 @@ def load_language_model(directory: Path, dtype: str) -> LanguageModel:
     """
     config, num_stored_layers = _text_config(directory)
     module = _build(config)
-    files = _files(directory)
+    files = shard_files(directory)
     shapes = {_PREFIX + name: list(tensor.shape) for name, tensor in module.state_dict().items()}
     faults = _faults(files, shapes, range(config.num_hidden_layers, num_stored_layers), dtype)
     if faults:
@@ -111,23 +110,6 @@ def _build(config: Any) -> nn.Module:
     # The rotary frequencies are no checkpoint key: made again, since they were built without memory.
     module.rotary_emb = type(module.rotary_emb)(config)
     return module  # type: ignore[no-any-return]
-
-
-def _files(directory: Path) -> list[Path]:
-    """The weight files: those that the index names, or every one where there is no index."""
-    path = directory / "model.safetensors.index.json"
-    if not path.is_file():
-        return weight_files(directory)
-    try:
-        files = sorted(
-            {directory / name for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
-        )
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is no index of weight files") from error
-    missing = [file.name for file in files if file.parent != directory or not file.is_file()]
-    if missing:
-        raise CheckpointError(f"{path} names files that are not there: {', '.join(missing)}")
-    return files
 
 
 def _faults(files: list[Path], shapes: dict[str, list[int]], unread_layers: range, dtype: str) -> list[str]:

@@ -18,10 +18,11 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from core.budget import AAC_BIT_RATE
 from core.geometry import AUDIO_CHANNELS
 from h3stream.errors import PhaseError
 from services.vae.media.boxes import AudioTrack, Packet, VideoTrack
-from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder
+from services.vae.media.encoders import AacEncoder
 from services.vae.media.file_muxer import PacketIndex, lay_out
 
 log = logging.getLogger(__name__)

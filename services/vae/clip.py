@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from core.budget import AAC_BIT_RATE
 from core.clock import decoded_frames, muxable_frames
 from core.geometry import Chunk, num_audio_latents, num_samples
 from h3stream.errors import DeviceMemoryError
@@ -23,7 +24,7 @@ from services.common.verbs import Cancelled, VerbCancelled
 from services.vae.artifacts import ArtifactFile, FinalFile
 from services.vae.audio_stream import AudioStream
 from services.vae.media.boxes import AudioTrack, VideoTrack
-from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder, open_h264_encoder
+from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, MediaFragment, mime_type
 from services.vae.output import to_pcm, to_rgb8
 from services.vae.video_stream import VideoStream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.budget import VIDEO_BIT_RATE
 from h3stream.errors import ConfigError
 from services.common.config import WorkerConfig
 
@@ -17,7 +18,7 @@ class VaeConfig(WorkerConfig):
     video_dtype: str = "auto"
     """Compute dtype of the video decoder: "float32", "float16", or "auto": float16 on a GPU, float32 on a CPU, where
     float16 is a hundred times slower. Sound is always decoded in float32: lower precision is audibly worse."""
-    video_bit_rate: int = 6_000_000
+    video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average and at most over the encoder's buffer."""
     video_encoder: str | None = None
     """Name of the only H.264 encoder to use; None takes the first that works here."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from grpc import aio
 
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.codec import clip_spec_to_proto
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.process import WorkerProcess
-from services.common.rpc import MAX_MESSAGE_BYTES, connect
+from services.common.rpc import connect
 from services.common.tensors import to_parts
 from services.vae.config import VaeConfig
 from tests.tools.check_fmp4 import violations

@@ -17,6 +17,7 @@ from av.codec.context import Flags
 from av.video.frame import PictureType
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 
+from core.budget import AAC_BIT_RATE
 from core.clock import TICKS_PER_FRAME, TICKS_PER_SECOND
 from core.geometry import AUDIO_CHANNELS, FPS, FRAMES_PER_CHUNK, SAMPLE_RATE
 from h3stream.errors import MuxError
@@ -48,7 +49,6 @@ MAX_BUFFER_BITS = 5_000_000
 """Most bits of the encoder's rate buffer. No picture can be larger than the buffer: 625 kB, well under a message."""
 
 AAC_ENCODER = "aac"
-AAC_BIT_RATE = 128_000
 AAC_FRAME_SAMPLES = 1024
 
 _BT709 = 1

@@ -10,7 +10,7 @@ from grpc_status.rpc_status import aio as rpc_status
 
 from h3stream import AsyncClient, errors
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
-from h3stream.status import MAX_MESSAGE_BYTES, STATUS_OF
+from h3stream.status import MAX_TEXT_BYTES, STATUS_OF
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from tests.fakes import FakeVideoService, Script
 
@@ -93,7 +93,7 @@ async def test_texts_too_long_for_a_trailer_are_cut_and_the_error_still_arrives(
         with pytest.raises(InvalidRequestError) as caught:
             await client.job("job-3")
     assert caught.value.message.endswith("ü…")
-    assert MAX_MESSAGE_BYTES - 2 <= len(caught.value.message.encode()) <= MAX_MESSAGE_BYTES
+    assert MAX_TEXT_BYTES - 2 <= len(caught.value.message.encode()) <= MAX_TEXT_BYTES
     assert caught.value.violations[0] == violations[0]
     assert caught.value.violations[-1].description == "this and 47 more fields are wrong too"
 

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from core.request import clip_violations, prompt_violations
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import (
     DeviceMemoryError,
     FieldViolation,
@@ -32,7 +33,7 @@ from h3stream.errors import (
 from h3stream.request import ClipSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
-from services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, connect
+from services.common.rpc import RpcServer, connect
 from services.common.verbs import Cancelled, VerbRunner
 
 SERVICE = "h3stream.v1.TextEncoderService"

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import InvalidRequestError
 from h3stream.v1 import types_pb2, workers_pb2
-from services.common.rpc import MAX_MESSAGE_BYTES
 from services.common.tensors import PART_BYTES, TensorAssembler, to_parts
 
 FLOATS = (torch.float32, torch.bfloat16)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h3stream.errors import CheckpointError
-from services.dit.weights import ISLANDS, load_transformer, shard_files
+from services.common.checkpoint import shard_files
+from services.dit.weights import ISLANDS, load_transformer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from core.budget import AAC_BIT_RATE
 from core.clock import emission_table, final_audio_latents
 from core.geometry import SAMPLES_PER_AUDIO_LATENT, chunk_table, num_audio_latents, num_samples
 from h3stream.request import ClipSpec
 from services.vae.artifacts import FinalFile
 from services.vae.clip import StreamStart
 from services.vae.media.boxes import AudioTrack, VideoTrack
-from services.vae.media.encoders import AAC_BIT_RATE, AacEncoder, open_h264_encoder
+from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, mime_type
 from services.vae.worker import ChunkFragment, Media, VaeWorker
 

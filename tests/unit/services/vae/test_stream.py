@@ -14,7 +14,7 @@ import pytest
 
 from core.clock import emission_table
 from core.geometry import num_samples
-from services.common.rpc import MAX_MESSAGE_BYTES
+from h3stream.channel import MAX_MESSAGE_BYTES
 from services.vae.worker import VaeWorker
 from tests.tools.check_fmp4 import read_movie, violations
 from tests.unit.services.vae.harness import Recorder, decode_pictures, decode_sound, make_clip, run_clip
