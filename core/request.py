@@ -9,6 +9,8 @@ Source: docs/reference/raven-streaming.md §1.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,9 +35,27 @@ MIN_SEED, MAX_SEED = 0, 2**64 - 1
 DISTINCT_SEEDS = 2**32
 """Seeds that make noise of their own: torch's CPU generator, a Mersenne Twister, is seeded with 32 bits."""
 KV_STORAGES = ("gpu", "cpu", "cpu_pinned")
+MODES = ("streaming", "dense")
+MAX_ADAPTERS = 16
+MAX_STRENGTH = 16.0
+"""Largest magnitude of an adapter's strength; a finished adapter is used at 1, a further one mostly below."""
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What an adapter may be called."""
 
 MAX_SIDE = MAX_CANVAS_PIXELS // CANVAS_MULTIPLE
 """Longest canvas side: any aspect is allowed, and the other side is at least 32."""
+
+
+class AdapterValues(Protocol):
+    """An adapter that a clip is sampled with; the SDK's AdapterUse is one."""
+
+    @property
+    def name(self) -> str:
+        """Name in the server's registry."""
+
+    @property
+    def strength(self) -> float:
+        """What its update is multiplied with."""
 
 
 class ClipValues(Protocol):
@@ -55,7 +75,7 @@ class ClipValues(Protocol):
 
     @property
     def steps(self) -> int:
-        """Noise forwards per chunk."""
+        """Noise forwards: of each chunk when streaming, of the whole clip in dense mode."""
 
     @property
     def video_shift(self) -> float:
@@ -67,11 +87,11 @@ class ClipValues(Protocol):
 
     @property
     def sink(self) -> int:
-        """First KV cache entries kept for the whole clip, the text included."""
+        """First KV cache entries kept for the whole clip, the text included; 0 in dense mode."""
 
     @property
     def window(self) -> int | None:
-        """Most recent chunks kept beside the sink; None keeps every chunk."""
+        """Most recent chunks kept beside the sink; None keeps every chunk. None in dense mode."""
 
     @property
     def kv_storage(self) -> str:
@@ -80,6 +100,14 @@ class ClipValues(Protocol):
     @property
     def seed(self) -> int:
         """Seed of the clip's only random generator."""
+
+    @property
+    def mode(self) -> str:
+        """How it is sampled."""
+
+    @property
+    def adapters(self) -> Sequence[AdapterValues]:
+        """Adapters beside the streaming adapter."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +135,18 @@ def clip_violations(clip: ClipValues) -> list[Violation]:
         *_integer_violations("steps", clip.steps, MIN_STEPS, MAX_STEPS),
         *_shift_violations("video_shift", clip.video_shift),
         *_shift_violations("audio_shift", clip.audio_shift),
-        *_integer_violations("sink", clip.sink, MIN_SINK, MAX_SINK),
-        *([] if clip.window is None else _integer_violations("window", clip.window, MIN_WINDOW, MAX_WINDOW)),
-        *_kv_storage_violations(clip.kv_storage),
+        *_retention_violations(clip),
+        *_choice_violations("kv_storage", clip.kv_storage, KV_STORAGES),
         *_integer_violations("seed", clip.seed, MIN_SEED, MAX_SEED),
+        *_choice_violations("mode", clip.mode, MODES),
+        *_adapter_violations(clip.adapters),
     ]
 
 
 def clip_warnings(clip: ClipValues) -> list[tuple[str, str]]:
     """(reason, message) of what the caller of a valid clip should know before it starts."""
     warnings = []
-    if clip.num_frames > AUDITED_FRAMES:
+    if clip.num_frames > AUDITED_FRAMES and clip.mode == "streaming":
         message = (
             f"{clip.num_frames} frames are beyond the audited range: "
             f"the RAVEN adapter was audited up to {AUDITED_FRAMES} frames"
@@ -261,11 +290,47 @@ def _integer_violations(name: str, value: int, low: int, high: int) -> list[Viol
     return []
 
 
-def _kv_storage_violations(storage: str) -> list[Violation]:
-    if storage in KV_STORAGES:
+def _retention_violations(clip: ClipValues) -> list[Violation]:
+    if clip.mode == "dense":
+        return [
+            Violation(name, f"{name} is {value}; a dense clip has no KV cache, so it must be left out", "NOT_IN_DENSE")
+            for name, value, unset in (("sink", clip.sink, 0), ("window", clip.window, None))
+            if value != unset
+        ]
+    window = [] if clip.window is None else _integer_violations("window", clip.window, MIN_WINDOW, MAX_WINDOW)
+    return [*_integer_violations("sink", clip.sink, MIN_SINK, MAX_SINK), *window]
+
+
+def _choice_violations(name: str, value: str, allowed: tuple[str, ...]) -> list[Violation]:
+    if value in allowed:
         return []
-    description = f"kv_storage is {storage!r}; it must be one of {', '.join(KV_STORAGES)}"
-    return [Violation("kv_storage", description, "UNKNOWN_VALUE")]
+    return [Violation(name, f"{name} is {value!r}; it must be one of {', '.join(allowed)}", "UNKNOWN_VALUE")]
+
+
+def _adapter_violations(adapters: Sequence[AdapterValues]) -> list[Violation]:
+    """Whether there are such adapters is the registry's to say."""
+    if len(adapters) > MAX_ADAPTERS:
+        description = f"adapters holds {len(adapters)} adapters; at most {MAX_ADAPTERS} are accepted"
+        return [Violation("adapters", description, "TOO_MANY")]
+    violations = []
+    names = [adapter.name for adapter in adapters]
+    for index, adapter in enumerate(adapters):
+        field = f"adapters[{index}]"
+        if ADAPTER_NAME.fullmatch(adapter.name) is None:
+            rule = "it must be 1 to 64 letters, digits, dots, dashes and underscores"
+            violations.append(
+                Violation(f"{field}.name", f"{field}.name is {adapter.name[:80]!r}; {rule}", "NOT_A_NAME")
+            )
+        elif adapter.name in names[:index]:
+            violations.append(
+                Violation(f"{field}.name", f"{field}.name repeats {adapter.name!r}; each can be named once", "REPEATED")
+            )
+        if not 0 < abs(adapter.strength) <= MAX_STRENGTH:  # NaN compares false
+            rule = f"it must not be 0 and be from {-MAX_STRENGTH:g} to {MAX_STRENGTH:g}"
+            violations.append(
+                Violation(f"{field}.strength", f"{field}.strength is {adapter.strength!r}; {rule}", "OUT_OF_RANGE")
+            )
+    return violations
 
 
 def _is_integer(value: object) -> bool:

@@ -62,6 +62,12 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         _, _, plan = self._admit(plan_request_from_proto(request))
         return video_pb2.PlanGenerationResponse(plan=plan)
 
+    async def ListAdapters(
+        self, request: video_pb2.ListAdaptersRequest, context: Any
+    ) -> video_pb2.ListAdaptersResponse:
+        refuse_unknown_fields(request)
+        return video_pb2.ListAdaptersResponse()
+
     async def GetServerInfo(
         self, request: video_pb2.GetServerInfoRequest, context: Any
     ) -> video_pb2.GetServerInfoResponse:

@@ -245,6 +245,9 @@ SERVER_INFO = ServerInfo(
     max_queued_jobs=4,
     num_lanes=1,
     settings={"threads": "0"},
+    default_dense_clip=replace(DEFAULT_CLIP, mode="dense", steps=50, sink=0, window=None),
+    parts=(),
+    adapters=(),
 )
 
 

@@ -10,9 +10,19 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from h3stream import events, job
 from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.events import Event, Plan
-from h3stream.job import Job, ServerInfo
+from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.mirror import Mirror
-from h3stream.request import KV_STORAGES, ClipSpec, GenerateRequest, KvStorage, invalid_request
+from h3stream.request import (
+    KV_STORAGES,
+    SAMPLING_MODES,
+    AdapterChoice,
+    AdapterUse,
+    ClipSpec,
+    GenerateRequest,
+    KvStorage,
+    SamplingMode,
+    invalid_request,
+)
 from h3stream.v1 import types_pb2, video_pb2
 
 KV_STORAGE_TO_PROTO: dict[KvStorage, types_pb2.KvStorage] = {
@@ -21,9 +31,15 @@ KV_STORAGE_TO_PROTO: dict[KvStorage, types_pb2.KvStorage] = {
     "cpu_pinned": types_pb2.KV_STORAGE_CPU_PINNED,
 }
 KV_STORAGE_FROM_PROTO: dict[int, KvStorage] = {int(v): k for k, v in KV_STORAGE_TO_PROTO.items()}
+MODE_TO_PROTO: dict[SamplingMode, types_pb2.SamplingMode] = {
+    "streaming": types_pb2.SAMPLING_MODE_STREAMING,
+    "dense": types_pb2.SAMPLING_MODE_DENSE,
+}
+MODE_FROM_PROTO: dict[int, SamplingMode] = {int(v): k for k, v in MODE_TO_PROTO.items()}
 
 MIRRORED: dict[type[Any], type[Message]] = {
     ClipSpec: types_pb2.ClipSpec,
+    AdapterUse: types_pb2.AdapterUse,
     events.ChunkPlan: video_pb2.ChunkPlan,
     events.PlanWarning: video_pb2.Warning,
     events.Plan: video_pb2.Plan,
@@ -32,6 +48,8 @@ MIRRORED: dict[type[Any], type[Message]] = {
     events.Timings: video_pb2.Timings,
     job.JobError: video_pb2.JobError,
     job.Job: video_pb2.Job,
+    job.AdapterInfo: types_pb2.AdapterInfo,
+    job.ModelPart: types_pb2.ModelPart,
     job.ServerInfo: video_pb2.GetServerInfoResponse,
 }
 """Dataclasses and the messages they mirror field by field."""
@@ -48,7 +66,7 @@ PAYLOADS: dict[str, tuple[type[Event], type[Message]]] = {
 }
 """Payloads of an Event message: the dataclass holds the payload's fields beside the event's own."""
 
-_MIRROR = Mirror(MIRRORED, unspecified={"h3stream.v1.KvStorage": "gpu"})
+_MIRROR = Mirror(MIRRORED, unspecified={"h3stream.v1.KvStorage": "gpu", "h3stream.v1.SamplingMode": "streaming"})
 _PAYLOAD_OF_EVENT = {cls: (name, message) for name, (cls, message) in PAYLOADS.items()}
 _OPTIONAL_FIELDS = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "seed")
 
@@ -59,13 +77,15 @@ def clip_spec_to_proto(clip: ClipSpec) -> types_pb2.ClipSpec:
 
 
 def clip_spec_from_proto(message: types_pb2.ClipSpec) -> ClipSpec:
-    """The resolved clip of a message; an unspecified storage is "gpu".
+    """The resolved clip of a message; an unspecified storage is "gpu", an unspecified mode "streaming".
 
-    Raises InvalidRequestError for a storage that does not exist.
+    Raises InvalidRequestError for a storage or a mode that does not exist.
     """
     clip: ClipSpec = _MIRROR.from_message(message)
     if clip.kv_storage not in KV_STORAGES:
         raise invalid_request([_no_kv_storage(message.kv_storage)])
+    if clip.mode not in SAMPLING_MODES:
+        raise invalid_request([_no_mode(message.mode)])
     return clip
 
 
@@ -78,6 +98,11 @@ def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     )
     if request.kv_storage is not None:
         message.kv_storage = KV_STORAGE_TO_PROTO[request.kv_storage]
+    if request.mode is not None:
+        message.mode = MODE_TO_PROTO[request.mode]
+    message.adapters.extend(
+        video_pb2.AdapterChoice(name=choice.name, strength=choice.strength) for choice in request.adapters
+    )
     if request.window == "all":
         message.unlimited_window = True
     elif request.window is not None:
@@ -99,6 +124,15 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         fields["kv_storage"] = KV_STORAGE_FROM_PROTO.get(message.kv_storage)
         if fields["kv_storage"] is None:
             violations.append(_no_kv_storage(message.kv_storage))
+    if message.mode != types_pb2.SAMPLING_MODE_UNSPECIFIED:
+        fields["mode"] = MODE_FROM_PROTO.get(message.mode)
+        if fields["mode"] is None:
+            violations.append(_no_mode(message.mode))
+    fields["adapters"] = tuple(
+        AdapterChoice(choice.name, choice.strength if choice.HasField("strength") else None)
+        for choice in message.adapters
+    )
+    violations += (v for choice in message.adapters for v in _unknown_fields(choice))
     if message.HasField("window"):
         fields["window"] = message.window
     elif message.HasField("unlimited_window"):
@@ -188,6 +222,11 @@ def server_info_from_proto(message: video_pb2.GetServerInfoResponse) -> ServerIn
     return info
 
 
+def adapters_from_proto(message: video_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:
+    """The adapters of a message."""
+    return tuple(_MIRROR.from_message(adapter) for adapter in message.adapters)
+
+
 def _unknown_fields(message: Message) -> list[FieldViolation]:
     name = message.DESCRIPTOR.name
     unknown: Any = UnknownFieldSet(message)
@@ -198,3 +237,8 @@ def _unknown_fields(message: Message) -> list[FieldViolation]:
 def _no_kv_storage(number: int) -> FieldViolation:
     names = ", ".join(f"{types_pb2.KvStorage.Name(value)} ({value})" for value in KV_STORAGE_TO_PROTO.values())
     return FieldViolation("kv_storage", f"kv_storage is {number}; it must be one of {names}")
+
+
+def _no_mode(number: int) -> FieldViolation:
+    names = ", ".join(f"{types_pb2.SamplingMode.Name(value)} ({value})" for value in MODE_TO_PROTO.values())
+    return FieldViolation("mode", f"mode is {number}; it must be one of {names}")

@@ -51,6 +51,65 @@ class Job:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """An adapter of a server's registry, as its file describes it."""
+
+    name: str
+    """What requests call it."""
+    file_name: str
+    """Name of its file."""
+    sha256: str
+    """SHA-256 of its bytes; empty while the model is being loaded."""
+    format: str
+    """Format of its keys: "raven", "comfyui", "bare", "musubi-tuner", "diffusers", "peft", "lightx2v" or
+    "diffsynth"."""
+    min_rank: int
+    """Smallest rank of its modules."""
+    max_rank: int
+    """Largest rank of its modules."""
+    min_alpha: float
+    """Smallest alpha of its modules; the update is `alpha / rank * up @ down`."""
+    max_alpha: float
+    """Largest alpha of its modules."""
+    num_bound_modules: int
+    """Modules of the DiT that it changes, counted as the file names them."""
+    num_modules: int
+    """Modules that the file names."""
+    num_parameters: int
+    """Weights in the file."""
+    default_strength: float
+    """Strength it has where a request does not say."""
+    is_streaming: bool
+    """Whether it is the adapter that streaming needs."""
+    partition: str
+    """DiT weights it was trained on, "fl2va" or "ref2va"; empty if unknown."""
+    trained_steps: int | None = None
+    """Noise forwards it was trained for; None if unknown."""
+    trained_video_shift: float | None = None
+    """Shift of the video sigma grid it was trained with; None if unknown."""
+    trained_audio_shift: float | None = None
+    """Shift of the audio sigma grid it was trained with; None if unknown."""
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """One part of a server's model, as its files describe it."""
+
+    component: str
+    """"dit", "video_vae", "audio_vae" or "text_encoder"."""
+    layout: str
+    """Layout of the files: "diffusers", "official", "comfyui" or "transformers"."""
+    source: str
+    """Name of the file or folder."""
+    data_types: str
+    """Element types of the stored weights that are read, most bytes first, e.g. "BF16, F32"."""
+    num_parameters: int
+    """Weights that are read."""
+    num_bytes: int
+    """Bytes of the weights that are read."""
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """A server's versions, model, limits, defaults and settings."""
 
@@ -63,7 +122,7 @@ class ServerInfo:
     weight_digests: Mapping[str, str]
     """Weights and adapters, name to digest."""
     default_clip: ClipSpec
-    """Values that a request's omitted fields take."""
+    """Values that a request's omitted fields take when it is streamed."""
     valid_num_frames: tuple[int, ...]
     """Frame counts that are accepted."""
     max_canvas_pixels: int
@@ -78,3 +137,9 @@ class ServerInfo:
     """Lanes, each one GPU (or one slot of the host where there is none)."""
     settings: Mapping[str, str]
     """The server's settings by name, without secrets."""
+    default_dense_clip: ClipSpec
+    """Values that a request's omitted fields take in dense mode."""
+    parts: tuple[ModelPart, ...]
+    """Parts of the model, as their files describe them; empty while the model is being loaded."""
+    adapters: tuple[AdapterInfo, ...]
+    """Adapters that requests may name."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
@@ -15,6 +15,8 @@ from h3stream.errors import FieldViolation, InvalidRequestError
 
 KvStorage = Literal["gpu", "cpu", "cpu_pinned"]
 KV_STORAGES: tuple[KvStorage, ...] = get_args(KvStorage)
+SamplingMode = Literal["streaming", "dense"]
+SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 
 _INT32 = (-(2**31), 2**31 - 1)
 _UINT64 = (0, 2**64 - 1)
@@ -23,8 +25,28 @@ MAX_PROMPT_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
+class AdapterUse:
+    """An adapter that a clip is sampled with."""
+
+    name: str
+    """Name in the server's registry (`Client.adapters`)."""
+    strength: float
+    """What its update is multiplied with; finite and not 0."""
+
+
+@dataclass(frozen=True)
+class AdapterChoice:
+    """An adapter that a clip is to be sampled with."""
+
+    name: str
+    """Name in the server's registry (`Client.adapters`)."""
+    strength: float | None = None
+    """What its update is multiplied with; finite and not 0. None: the registry's."""
+
+
+@dataclass(frozen=True)
 class ClipSpec:
-    """Everything that decides a streaming clip apart from prompt and weights; all values final."""
+    """Everything that decides a clip apart from prompt and weights; all values final."""
 
     num_frames: int
     """Frames at 24 per second: 17k + 5, k from 1 to 21."""
@@ -33,19 +55,25 @@ class ClipSpec:
     height: int
     """Canvas height in pixels, a multiple of 32."""
     steps: int
-    """Noise forwards per chunk (NFE)."""
+    """Noise forwards (NFE): of each chunk when streaming, of the whole clip in dense mode."""
     video_shift: float
     """Shift of the video sigma grid."""
     audio_shift: float
     """Shift of the audio sigma grid."""
     sink: int
-    """First KV cache entries kept for the whole clip; the text is entry 0 and counts."""
+    """First KV cache entries kept for the whole clip; the text is entry 0 and counts. 0 in dense mode, which has no KV
+    cache."""
     window: int | None
-    """Most recent chunks kept beside the sink; None keeps every chunk."""
+    """Most recent chunks kept beside the sink; None keeps every chunk. None in dense mode."""
     kv_storage: KvStorage
-    """Where the KV cache lives."""
+    """Where the KV cache lives; without meaning in dense mode."""
     seed: int
     """Seed of the clip's only random generator."""
+    mode: SamplingMode = "streaming"
+    """How it is sampled."""
+    adapters: tuple[AdapterUse, ...] = ()
+    """Adapters of every forward, in order, each once. When streaming, the streaming adapter at strength 1 goes without
+    saying and is not listed."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +92,41 @@ class GenerateRequest:
     height: int | None = None
     """Canvas height in pixels, a multiple of 32."""
     steps: int | None = None
-    """Noise forwards per chunk."""
+    """Noise forwards: of each chunk when streaming, of the whole clip in dense mode."""
     video_shift: float | None = None
     """Shift of the video sigma grid."""
     audio_shift: float | None = None
     """Shift of the audio sigma grid."""
     sink: int | None = None
-    """First KV cache entries kept for the whole clip, the text included."""
+    """First KV cache entries kept for the whole clip, the text included. Streaming only."""
     window: int | Literal["all"] | None = None
-    """Most recent chunks kept beside the sink; "all" keeps every chunk."""
+    """Most recent chunks kept beside the sink; "all" keeps every chunk. Streaming only."""
     kv_storage: KvStorage | None = None
-    """Where the KV cache lives; changes speed and memory, never the clip."""
+    """Where the KV cache lives; changes speed and memory, never the clip. Streaming only."""
     seed: int | None = None
     """Seed of the clip: the same request makes the same clip."""
     cancel_on_disconnect: bool = False
     """Whether the job ends when its stream does, e.g. because this process has gone. Otherwise it goes on."""
+    mode: SamplingMode | None = None
+    """How the clip is sampled: "streaming", the default, or "dense"."""
+    adapters: Sequence[AdapterChoice] = ()
+    """Adapters of every forward, each once; kept as a tuple. The streaming adapter is always on when streaming and need
+    not be named. Where steps and shifts are None and exactly one schedule is trained into the adapters named, they are
+    that schedule's."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str):
+            object.__setattr__(self, "adapters", tuple(self.adapters))
         violations = [
             *_prompt_violations(self.prompt),
             *(v for name in ("num_frames", "width", "height", "steps", "sink") for v in self._int_violations(name)),
             *(v for name in ("video_shift", "audio_shift") for v in self._float_violations(name)),
             *(self._int_violations("window", also=' or "all"') if self.window != "all" else ()),
             *self._int_violations("seed", _UINT64),
+            *_adapter_violations(self.adapters),
         ]
+        if self.mode is not None and self.mode not in SAMPLING_MODES:
+            violations.append(FieldViolation("mode", f"mode is {self.mode!r:.80}; it must be one of {SAMPLING_MODES}"))
         if self.kv_storage is not None and self.kv_storage not in KV_STORAGES:
             violations.append(
                 FieldViolation("kv_storage", f"kv_storage is {self.kv_storage!r}; it must be one of {KV_STORAGES}")
@@ -114,7 +153,7 @@ class GenerateRequest:
 
     def _float_violations(self, name: str) -> list[FieldViolation]:
         value = getattr(self, name)
-        if value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max):  # NaN is not <=
+        if _is_finite_or_none(value):
             return []
         return [FieldViolation(name, f"{name} is {value!r:.80}; it must be a finite number")]
 
@@ -133,6 +172,8 @@ class RequestOptions(TypedDict, total=False):
     kv_storage: KvStorage | None
     seed: int | None
     cancel_on_disconnect: bool
+    mode: SamplingMode | None
+    adapters: Sequence[AdapterChoice]
 
 
 def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> GenerateRequest:
@@ -163,3 +204,27 @@ def _prompt_violations(prompt: str) -> list[FieldViolation]:
     if size_bytes > MAX_PROMPT_BYTES:
         return [FieldViolation("prompt", f"prompt has {size_bytes} bytes; a message holds at most {MAX_PROMPT_BYTES}")]
     return []
+
+
+def _adapter_violations(adapters: object) -> list[FieldViolation]:
+    if not isinstance(adapters, tuple):
+        return [FieldViolation("adapters", f"adapters is {adapters!r:.80}; it must be a sequence of AdapterChoice")]
+    violations = []
+    for index, choice in enumerate(adapters):
+        field = f"adapters[{index}]"
+        if not isinstance(choice, AdapterChoice) or not isinstance(choice.name, str):
+            violations.append(
+                FieldViolation(field, f"{field} is {choice!r:.80}; it must be an AdapterChoice with a string as name")
+            )
+        elif not _is_finite_or_none(choice.strength):
+            violations.append(
+                FieldViolation(
+                    f"{field}.strength", f"{field}.strength is {choice.strength!r:.80}; it must be a finite number"
+                )
+            )
+    return violations
+
+
+def _is_finite_or_none(value: object) -> bool:
+    # NaN is not <=; True is no number that anybody means.
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from grpc import aio
 
 from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto
-from h3stream.errors import InvalidRequestError
+from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler, to_parts
 from services.common.verbs import Cancelled, VerbRunner
@@ -87,6 +87,12 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
 
         async for response in self._runner.stream(verb):
             yield response
+
+    async def SampleDense(
+        self, request: workers_pb2.SampleDenseRequest, context: Any
+    ) -> AsyncIterator[workers_pb2.SampleDenseResponse]:
+        raise UnsupportedError("dense mode is not there yet")
+        yield
 
     async def CommitChunk(
         self, request: workers_pb2.CommitChunkRequest, context: Any

@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -20,6 +20,12 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_FLOAT32: _ClassVar[DataType]
     DATA_TYPE_BFLOAT16: _ClassVar[DataType]
     DATA_TYPE_INT64: _ClassVar[DataType]
+
+class SamplingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SAMPLING_MODE_UNSPECIFIED: _ClassVar[SamplingMode]
+    SAMPLING_MODE_STREAMING: _ClassVar[SamplingMode]
+    SAMPLING_MODE_DENSE: _ClassVar[SamplingMode]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,6 +45,9 @@ DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_BFLOAT16: DataType
 DATA_TYPE_INT64: DataType
+SAMPLING_MODE_UNSPECIFIED: SamplingMode
+SAMPLING_MODE_STREAMING: SamplingMode
+SAMPLING_MODE_DENSE: SamplingMode
 PHASE_UNSPECIFIED: Phase
 PHASE_QUEUED: Phase
 PHASE_ENCODE: Phase
@@ -62,8 +71,16 @@ class TensorPart(_message.Message):
     data: bytes
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class AdapterUse(_message.Message):
+    __slots__ = ("name", "strength")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    strength: float
+    def __init__(self, name: _Optional[str] = ..., strength: _Optional[float] = ...) -> None: ...
+
 class ClipSpec(_message.Message):
-    __slots__ = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "kv_storage", "seed")
+    __slots__ = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "kv_storage", "seed", "mode", "adapters")
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +91,8 @@ class ClipSpec(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     num_frames: int
     width: int
     height: int
@@ -84,7 +103,63 @@ class ClipSpec(_message.Message):
     window: int
     kv_storage: KvStorage
     seed: int
-    def __init__(self, num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., kv_storage: _Optional[_Union[KvStorage, str]] = ..., seed: _Optional[int] = ...) -> None: ...
+    mode: SamplingMode
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterUse]
+    def __init__(self, num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., kv_storage: _Optional[_Union[KvStorage, str]] = ..., seed: _Optional[int] = ..., mode: _Optional[_Union[SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterUse, _Mapping]]] = ...) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("name", "file_name", "sha256", "format", "min_rank", "max_rank", "min_alpha", "max_alpha", "num_bound_modules", "num_modules", "num_parameters", "default_strength", "is_streaming", "partition", "trained_steps", "trained_video_shift", "trained_audio_shift")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    MIN_RANK_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    MIN_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    MAX_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    NUM_BOUND_MODULES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODULES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    IS_STREAMING_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_VIDEO_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_AUDIO_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    file_name: str
+    sha256: str
+    format: str
+    min_rank: int
+    max_rank: int
+    min_alpha: float
+    max_alpha: float
+    num_bound_modules: int
+    num_modules: int
+    num_parameters: int
+    default_strength: float
+    is_streaming: bool
+    partition: str
+    trained_steps: int
+    trained_video_shift: float
+    trained_audio_shift: float
+    def __init__(self, name: _Optional[str] = ..., file_name: _Optional[str] = ..., sha256: _Optional[str] = ..., format: _Optional[str] = ..., min_rank: _Optional[int] = ..., max_rank: _Optional[int] = ..., min_alpha: _Optional[float] = ..., max_alpha: _Optional[float] = ..., num_bound_modules: _Optional[int] = ..., num_modules: _Optional[int] = ..., num_parameters: _Optional[int] = ..., default_strength: _Optional[float] = ..., is_streaming: _Optional[bool] = ..., partition: _Optional[str] = ..., trained_steps: _Optional[int] = ..., trained_video_shift: _Optional[float] = ..., trained_audio_shift: _Optional[float] = ...) -> None: ...
+
+class ModelPart(_message.Message):
+    __slots__ = ("component", "layout", "source", "data_types", "num_parameters", "num_bytes")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    layout: str
+    source: str
+    data_types: str
+    num_parameters: int
+    num_bytes: int
+    def __init__(self, component: _Optional[str] = ..., layout: _Optional[str] = ..., source: _Optional[str] = ..., data_types: _Optional[str] = ..., num_parameters: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class InitSegment(_message.Message):
     __slots__ = ("data", "mime_type", "video_encoder", "audio_encoder")

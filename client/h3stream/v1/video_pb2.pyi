@@ -27,7 +27,7 @@ JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect")
+    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class GenerateRequest(_message.Message):
     KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     CANCEL_ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     num_frames: int
     width: int
@@ -54,7 +56,17 @@ class GenerateRequest(_message.Message):
     kv_storage: _types_pb2.KvStorage
     seed: int
     cancel_on_disconnect: bool
-    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ...) -> None: ...
+    mode: _types_pb2.SamplingMode
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterChoice]
+    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterChoice, _Mapping]]] = ...) -> None: ...
+
+class AdapterChoice(_message.Message):
+    __slots__ = ("name", "strength")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STRENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    strength: float
+    def __init__(self, name: _Optional[str] = ..., strength: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("event",)
@@ -270,12 +282,22 @@ class PlanGenerationResponse(_message.Message):
     plan: Plan
     def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ...) -> None: ...
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings")
+    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +331,9 @@ class GetServerInfoResponse(_message.Message):
     MAX_QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
     NUM_LANES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_DENSE_CLIP_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     library_versions: _containers.ScalarMap[str, str]
     model_name: str
@@ -321,4 +346,7 @@ class GetServerInfoResponse(_message.Message):
     max_queued_jobs: int
     num_lanes: int
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    default_dense_clip: _types_pb2.ClipSpec
+    parts: _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelPart]
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
+    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ...) -> None: ...

@@ -59,6 +59,11 @@ class VideoServiceStub:
                 request_serializer=h3stream_dot_v1_dot_video__pb2.PlanGenerationRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_video__pb2.PlanGenerationResponse.FromString,
                 _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/h3stream.v1.VideoService/ListAdapters',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/h3stream.v1.VideoService/GetServerInfo',
                 request_serializer=h3stream_dot_v1_dot_video__pb2.GetServerInfoRequest.SerializeToString,
@@ -112,6 +117,13 @@ class VideoServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAdapters(self, request, context):
+        """Returns the adapters that requests may name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Returns versions, model, limits, defaults and settings.
         """
@@ -141,6 +153,11 @@ def add_VideoServiceServicer_to_server(servicer, server):
                     servicer.PlanGeneration,
                     request_deserializer=h3stream_dot_v1_dot_video__pb2.PlanGenerationRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_video__pb2.PlanGenerationResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -261,6 +278,33 @@ class VideoService:
             '/h3stream.v1.VideoService/PlanGeneration',
             h3stream_dot_v1_dot_video__pb2.PlanGenerationRequest.SerializeToString,
             h3stream_dot_v1_dot_video__pb2.PlanGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/h3stream.v1.VideoService/ListAdapters',
+            h3stream_dot_v1_dot_video__pb2.ListAdaptersRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

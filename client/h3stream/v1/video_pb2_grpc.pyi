@@ -58,6 +58,8 @@ class VideoServiceStub:
     """Returns what is known of a job."""
     PlanGeneration: _grpc.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]
     """Checks a request and returns its plan, without making anything."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_video_pb2.ListAdaptersRequest, _video_pb2.ListAdaptersResponse]
+    """Returns the adapters that requests may name."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_video_pb2.GetServerInfoRequest, _video_pb2.GetServerInfoResponse]
     """Returns versions, model, limits, defaults and settings."""
 
@@ -91,6 +93,8 @@ class VideoServiceAsyncStub(VideoServiceStub):
     """Returns what is known of a job."""
     PlanGeneration: _aio.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]  # type: ignore[assignment]
     """Checks a request and returns its plan, without making anything."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_video_pb2.ListAdaptersRequest, _video_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Returns the adapters that requests may name."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_video_pb2.GetServerInfoRequest, _video_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns versions, model, limits, defaults and settings."""
 
@@ -145,6 +149,14 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_video_pb2.PlanGenerationResponse, _abc.Awaitable[_video_pb2.PlanGenerationResponse]]:
         """Checks a request and returns its plan, without making anything."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _video_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_video_pb2.ListAdaptersResponse, _abc.Awaitable[_video_pb2.ListAdaptersResponse]]:
+        """Returns the adapters that requests may name."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

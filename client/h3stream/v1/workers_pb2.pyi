@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids")
+    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids", "parts", "adapters")
     class WeightDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class DescribeResponse(_message.Message):
     WEIGHT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LIBRARY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     device: str
     weight_bytes: int
@@ -41,7 +43,9 @@ class DescribeResponse(_message.Message):
     weight_digests: _containers.ScalarMap[str, str]
     library_versions: _containers.ScalarMap[str, str]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelPart]
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
+    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
     __slots__ = ()
@@ -148,6 +152,18 @@ class StepDone(_message.Message):
     step: int
     num_steps: int
     def __init__(self, step: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class SampleDenseRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class SampleDenseResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: StepDone
+    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class CommitChunkRequest(_message.Message):
     __slots__ = ("session_id", "chunk_index")

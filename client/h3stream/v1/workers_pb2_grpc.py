@@ -312,7 +312,7 @@ class TextEncoderService:
 
 
 class DitServiceStub:
-    """The streaming rollout.
+    """Sampling: the streaming rollout and the dense sampler.
     """
 
     def __init__(self, channel):
@@ -336,6 +336,11 @@ class DitServiceStub:
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.CommitChunkRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_workers__pb2.CommitChunkResponse.FromString,
                 _registered_method=True)
+        self.SampleDense = channel.unary_stream(
+                '/h3stream.v1.DitService/SampleDense',
+                request_serializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/h3stream.v1.DitService/CloseSession',
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.DitServiceCloseSessionRequest.SerializeToString,
@@ -344,13 +349,13 @@ class DitServiceStub:
 
 
 class DitServiceServicer:
-    """The streaming rollout.
+    """Sampling: the streaming rollout and the dense sampler.
     """
 
     def OpenSession(self, request_iterator, context):
-        """Starts a clip: draws its noise and puts the text into the KV cache. The first message is a header, the rest are
-        parts of "context" and "token_tags" as the text encoder sent them. Opening the same session again with the same
-        clip changes nothing.
+        """Starts a clip: draws its noise and puts the text into the KV cache (dense mode: through the refiner, since its
+        result serves every forward). The first message is a header, the rest are parts of "context" and "token_tags" as
+        the text encoder sent them. Opening the same session again with the same clip changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,6 +365,7 @@ class DitServiceServicer:
         """Samples the next chunk: one `step` message per noise forward, then the parts of "video"
         `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
         same latents again without sampling. Stops within one forward when the call is cancelled.
+        Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -367,6 +373,14 @@ class DitServiceServicer:
 
     def CommitChunk(self, request, context):
         """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SampleDense(self, request, context):
+        """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
+        it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -397,6 +411,11 @@ def add_DitServiceServicer_to_server(servicer, server):
                     request_deserializer=h3stream_dot_v1_dot_workers__pb2.CommitChunkRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_workers__pb2.CommitChunkResponse.SerializeToString,
             ),
+            'SampleDense': grpc.unary_stream_rpc_method_handler(
+                    servicer.SampleDense,
+                    request_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseResponse.SerializeToString,
+            ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
                     request_deserializer=h3stream_dot_v1_dot_workers__pb2.DitServiceCloseSessionRequest.FromString,
@@ -411,7 +430,7 @@ def add_DitServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DitService:
-    """The streaming rollout.
+    """Sampling: the streaming rollout and the dense sampler.
     """
 
     @staticmethod
@@ -485,6 +504,33 @@ class DitService:
             '/h3stream.v1.DitService/CommitChunk',
             h3stream_dot_v1_dot_workers__pb2.CommitChunkRequest.SerializeToString,
             h3stream_dot_v1_dot_workers__pb2.CommitChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SampleDense(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/h3stream.v1.DitService/SampleDense',
+            h3stream_dot_v1_dot_workers__pb2.SampleDenseRequest.SerializeToString,
+            h3stream_dot_v1_dot_workers__pb2.SampleDenseResponse.FromString,
             options,
             channel_credentials,
             insecure,

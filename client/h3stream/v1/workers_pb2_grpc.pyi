@@ -139,49 +139,59 @@ class TextEncoderServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_TextEncoderServiceServicer_to_server(servicer: TextEncoderServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DitServiceStub:
-    """The streaming rollout."""
+    """Sampling: the streaming rollout and the dense sampler."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DitServiceAsyncStub: ...
     OpenSession: _grpc.StreamUnaryMultiCallable[_workers_pb2.DitServiceOpenSessionRequest, _workers_pb2.DitServiceOpenSessionResponse]
-    """Starts a clip: draws its noise and puts the text into the KV cache. The first message is a header, the rest are
-    parts of "context" and "token_tags" as the text encoder sent them. Opening the same session again with the same
-    clip changes nothing.
+    """Starts a clip: draws its noise and puts the text into the KV cache (dense mode: through the refiner, since its
+    result serves every forward). The first message is a header, the rest are parts of "context" and "token_tags" as
+    the text encoder sent them. Opening the same session again with the same clip changes nothing.
     """
     SampleChunk: _grpc.UnaryStreamMultiCallable[_workers_pb2.SampleChunkRequest, _workers_pb2.SampleChunkResponse]
     """Samples the next chunk: one `step` message per noise forward, then the parts of "video"
     `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
     same latents again without sampling. Stops within one forward when the call is cancelled.
+    Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
     """
     CommitChunk: _grpc.UnaryUnaryMultiCallable[_workers_pb2.CommitChunkRequest, _workers_pb2.CommitChunkResponse]
     """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk."""
+    SampleDense: _grpc.UnaryStreamMultiCallable[_workers_pb2.SampleDenseRequest, _workers_pb2.SampleDenseResponse]
+    """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
+    it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_workers_pb2.DitServiceCloseSessionRequest, _workers_pb2.DitServiceCloseSessionResponse]
     """Frees a session. Closing an unknown session changes nothing."""
 
 @_typing.type_check_only
 class DitServiceAsyncStub(DitServiceStub):
-    """The streaming rollout."""
+    """Sampling: the streaming rollout and the dense sampler."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSession: _aio.StreamUnaryMultiCallable[_workers_pb2.DitServiceOpenSessionRequest, _workers_pb2.DitServiceOpenSessionResponse]  # type: ignore[assignment]
-    """Starts a clip: draws its noise and puts the text into the KV cache. The first message is a header, the rest are
-    parts of "context" and "token_tags" as the text encoder sent them. Opening the same session again with the same
-    clip changes nothing.
+    """Starts a clip: draws its noise and puts the text into the KV cache (dense mode: through the refiner, since its
+    result serves every forward). The first message is a header, the rest are parts of "context" and "token_tags" as
+    the text encoder sent them. Opening the same session again with the same clip changes nothing.
     """
     SampleChunk: _aio.UnaryStreamMultiCallable[_workers_pb2.SampleChunkRequest, _workers_pb2.SampleChunkResponse]  # type: ignore[assignment]
     """Samples the next chunk: one `step` message per noise forward, then the parts of "video"
     `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
     same latents again without sampling. Stops within one forward when the call is cancelled.
+    Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
     """
     CommitChunk: _aio.UnaryUnaryMultiCallable[_workers_pb2.CommitChunkRequest, _workers_pb2.CommitChunkResponse]  # type: ignore[assignment]
     """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk."""
+    SampleDense: _aio.UnaryStreamMultiCallable[_workers_pb2.SampleDenseRequest, _workers_pb2.SampleDenseResponse]  # type: ignore[assignment]
+    """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
+    it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
+    """
     CloseSession: _aio.UnaryUnaryMultiCallable[_workers_pb2.DitServiceCloseSessionRequest, _workers_pb2.DitServiceCloseSessionResponse]  # type: ignore[assignment]
     """Frees a session. Closing an unknown session changes nothing."""
 
 class DitServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The streaming rollout."""
+    """Sampling: the streaming rollout and the dense sampler."""
 
     @_abc_1.abstractmethod
     def OpenSession(
@@ -189,9 +199,9 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_workers_pb2.DitServiceOpenSessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.DitServiceOpenSessionResponse, _abc.Awaitable[_workers_pb2.DitServiceOpenSessionResponse]]:
-        """Starts a clip: draws its noise and puts the text into the KV cache. The first message is a header, the rest are
-        parts of "context" and "token_tags" as the text encoder sent them. Opening the same session again with the same
-        clip changes nothing.
+        """Starts a clip: draws its noise and puts the text into the KV cache (dense mode: through the refiner, since its
+        result serves every forward). The first message is a header, the rest are parts of "context" and "token_tags" as
+        the text encoder sent them. Opening the same session again with the same clip changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -203,6 +213,7 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples the next chunk: one `step` message per noise forward, then the parts of "video"
         `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
         same latents again without sampling. Stops within one forward when the call is cancelled.
+        Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
         """
 
     @_abc_1.abstractmethod
@@ -212,6 +223,16 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.CommitChunkResponse, _abc.Awaitable[_workers_pb2.CommitChunkResponse]]:
         """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk."""
+
+    @_abc_1.abstractmethod
+    def SampleDense(
+        self,
+        request: _workers_pb2.SampleDenseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_workers_pb2.SampleDenseResponse], _abc.AsyncIterator[_workers_pb2.SampleDenseResponse]]:
+        """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
+        it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
+        """
 
     @_abc_1.abstractmethod
     def CloseSession(
