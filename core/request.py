@@ -317,7 +317,7 @@ def _adapter_violations(adapters: Sequence[AdapterValues]) -> list[Violation]:
     for index, adapter in enumerate(adapters):
         field = f"adapters[{index}]"
         if ADAPTER_NAME.fullmatch(adapter.name) is None:
-            rule = "it must be 1 to 64 letters, digits, dots, dashes and underscores"
+            rule = "it must be 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit"
             violations.append(
                 Violation(f"{field}.name", f"{field}.name is {adapter.name[:80]!r}; {rule}", "NOT_A_NAME")
             )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from h3stream import codec, events, job
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Event
-from h3stream.request import KV_STORAGES, ClipSpec, GenerateRequest
+from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
 from h3stream.v1 import types_pb2, video_pb2
 
 M = TypeVar("M", bound=Message)
@@ -26,15 +26,19 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 TIME = st.datetimes(datetime(1970, 1, 2), datetime(9999, 1, 1), timezones=st.just(UTC))
 PHASE = st.sampled_from(get_args(events.Phase))
 
+MODE = st.sampled_from(SAMPLING_MODES)
+
 CLIP = st.builds(
     ClipSpec, num_frames=INT32, width=INT32, height=INT32, steps=INT32, video_shift=FLOAT, audio_shift=FLOAT,
-    sink=INT32, window=st.none() | INT32, kv_storage=st.sampled_from(KV_STORAGES), seed=UINT64,
+    sink=INT32, window=st.none() | INT32, kv_storage=st.sampled_from(KV_STORAGES), seed=UINT64, mode=MODE,
+    adapters=st.lists(st.builds(AdapterUse, name=TEXT, strength=FLOAT), max_size=2).map(tuple),
 )  # fmt: skip
 REQUEST = st.builds(
     GenerateRequest, prompt=TEXT, num_frames=st.none() | INT32, width=st.none() | INT32, height=st.none() | INT32,
     steps=st.none() | INT32, video_shift=st.none() | FLOAT, audio_shift=st.none() | FLOAT, sink=st.none() | INT32,
     window=st.none() | INT32 | st.just("all"), kv_storage=st.none() | st.sampled_from(KV_STORAGES),
-    seed=st.none() | UINT64, cancel_on_disconnect=st.booleans(),
+    seed=st.none() | UINT64, cancel_on_disconnect=st.booleans(), mode=st.none() | MODE,
+    adapters=st.lists(st.builds(AdapterChoice, name=TEXT, strength=st.none() | FLOAT), max_size=2).map(tuple),
 )  # fmt: skip
 CHUNK = st.builds(
     events.ChunkPlan, video_start=INT32, video_stop=INT32, audio_start=INT32, audio_stop=INT32, num_frames_emitted=INT32
@@ -82,10 +86,23 @@ JOB = st.builds(
     error=st.none() | st.builds(job.JobError, reason=TEXT, message=TEXT, phase=PHASE, chunk_index=INT32),
 )  # fmt: skip
 NAMES = st.dictionaries(TEXT, TEXT, max_size=2)
+PART = st.builds(
+    job.ModelPart, component=TEXT, layout=TEXT, source=TEXT, data_types=TEXT, num_parameters=INT64, num_bytes=INT64
+)
+ADAPTERS = st.lists(
+    st.builds(
+        job.AdapterInfo, name=TEXT, file_name=TEXT, sha256=TEXT, format=TEXT, min_rank=INT32, max_rank=INT32,
+        min_alpha=FLOAT, max_alpha=FLOAT, num_bound_modules=INT32, num_modules=INT32, num_parameters=INT64,
+        default_strength=FLOAT, is_streaming=st.booleans(), partition=TEXT, trained_steps=st.none() | INT32,
+        trained_video_shift=st.none() | FLOAT, trained_audio_shift=st.none() | FLOAT,
+    ),
+    max_size=2,
+).map(tuple)  # fmt: skip
 SERVER_INFO = st.builds(
     job.ServerInfo, server_version=TEXT, library_versions=NAMES, model_name=TEXT, weight_digests=NAMES,
     default_clip=CLIP, valid_num_frames=st.lists(INT32, max_size=3).map(tuple), max_canvas_pixels=INT64,
     max_prompt_bytes=INT32, max_message_bytes=INT32, max_queued_jobs=INT32, num_lanes=INT32, settings=NAMES,
+    default_dense_clip=CLIP, parts=st.lists(PART, max_size=2).map(tuple), adapters=ADAPTERS,
 )  # fmt: skip
 
 
@@ -125,9 +142,20 @@ def test_a_server_s_facts_come_back_as_they_were(info: job.ServerInfo) -> None:
     assert codec.server_info_from_proto(over_the_wire(codec.server_info_to_proto(info))) == info
 
 
+@given(SERVER_INFO)
+def test_adapters_come_back_as_they_were(info: job.ServerInfo) -> None:
+    message = video_pb2.ListAdaptersResponse(adapters=codec.server_info_to_proto(info).adapters)
+    assert codec.adapters_from_proto(over_the_wire(message)) == info.adapters
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [*codec.MIRRORED.items(), *codec.PAYLOADS.values(), (GenerateRequest, video_pb2.GenerateRequest)],
+    [
+        *codec.MIRRORED.items(),
+        *codec.PAYLOADS.values(),
+        (GenerateRequest, video_pb2.GenerateRequest),
+        (AdapterChoice, video_pb2.AdapterChoice),
+    ],
     ids=lambda value: value.__name__,
 )
 def test_a_dataclass_has_the_fields_of_its_message(cls: type[Any], message: type[Message]) -> None:
@@ -158,6 +186,11 @@ def test_the_kv_storages_are_those_of_the_contract() -> None:
     assert set(codec.KV_STORAGE_TO_PROTO) == set(KV_STORAGES)
 
 
+def test_the_modes_are_those_of_the_contract() -> None:
+    assert {0, *codec.MODE_FROM_PROTO} == set(types_pb2.SamplingMode.values())
+    assert set(codec.MODE_TO_PROTO) == set(SAMPLING_MODES)
+
+
 def test_a_message_reads_as_it_is_documented() -> None:
     message = video_pb2.Event(
         seq=7, job_id="job-1", media_time_ticks=68_000, phase=video_pb2.PhaseChange(phase=types_pb2.PHASE_COMMIT)
@@ -171,6 +204,8 @@ def test_a_request_says_only_what_was_set() -> None:
     assert codec.request_to_proto(GenerateRequest("a fox")) == video_pb2.GenerateRequest(prompt="a fox")
     message = codec.request_to_proto(GenerateRequest("a fox", window=0, seed=0, num_frames=0))
     assert [message.HasField(name) for name in ("window", "seed", "num_frames", "width")] == [True, True, True, False]
+    message = codec.request_to_proto(GenerateRequest("a fox", adapters=(AdapterChoice("a"), AdapterChoice("b", 0.5))))
+    assert [choice.HasField("strength") for choice in message.adapters] == [False, True]
 
 
 def test_what_a_newer_server_sends_is_unknown_and_no_error() -> None:
@@ -184,22 +219,27 @@ def test_what_a_newer_server_sends_is_unknown_and_no_error() -> None:
     assert event.phase == "unknown"
 
 
-def test_an_unspecified_storage_of_a_clip_is_the_gpu() -> None:
-    assert codec.clip_spec_from_proto(types_pb2.ClipSpec(num_frames=22)).kv_storage == "gpu"
+def test_an_unspecified_storage_of_a_clip_is_the_gpu_and_an_unspecified_mode_streaming() -> None:
+    clip = codec.clip_spec_from_proto(types_pb2.ClipSpec(num_frames=22))
+    assert (clip.kv_storage, clip.mode) == ("gpu", "streaming")
 
 
-def test_a_storage_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="kv_storage is 99"):
-        codec.clip_spec_from_proto(types_pb2.ClipSpec(kv_storage=99))  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["kv_storage", "mode"])
+def test_a_storage_or_a_mode_that_does_not_exist_is_refused(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} is 99; it must be one of "):
+        codec.clip_spec_from_proto(types_pb2.ClipSpec(**{field: 99}))
 
 
 def test_a_request_names_everything_that_is_wrong_with_it() -> None:
     message = video_pb2.GenerateRequest(
         prompt="a fox",
         kv_storage=99,  # type: ignore[arg-type]
+        mode=99,  # type: ignore[arg-type]
         unlimited_window=False,
         video_shift=float("nan"),
+        adapters=[video_pb2.AdapterChoice(name="turbo", strength=float("inf"))],
     )
+    message.adapters[0].MergeFromString(b"\xf8\x07\x01")  # field 127
     message.MergeFromString(b"\xf8\x07\x01\xf8\x07\x02\xa2\x06\x01x")  # field 127 twice, field 100
     with pytest.raises(InvalidRequestError) as caught:
         codec.request_from_proto(message)
@@ -210,8 +250,11 @@ def test_a_request_names_everything_that_is_wrong_with_it() -> None:
             "kv_storage",
             "kv_storage is 99; it must be one of KV_STORAGE_GPU (1), KV_STORAGE_CPU (2), KV_STORAGE_CPU_PINNED (3)",
         ),
+        ("mode", "mode is 99; it must be one of SAMPLING_MODE_STREAMING (1), SAMPLING_MODE_DENSE (2)"),
+        ("field 127", "AdapterChoice has no field number 127"),
         ("unlimited_window", "unlimited_window is false; it must be true, or left out"),
         ("video_shift", "video_shift is nan; it must be a finite number"),
+        ("adapters[0].strength", "adapters[0].strength is inf; it must be a finite number"),
     ]
 
 

@@ -9,13 +9,14 @@ from typing import Any, get_type_hints
 import pytest
 
 from h3stream.errors import InvalidRequestError
-from h3stream.request import MAX_PROMPT_BYTES, GenerateRequest, RequestOptions, make_request
+from h3stream.request import MAX_PROMPT_BYTES, AdapterChoice, GenerateRequest, RequestOptions, make_request
 
 
 def test_what_is_left_out_is_left_to_the_server() -> None:
     request = GenerateRequest("a fox")
     left_out = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "prompt"}
     assert left_out.pop("cancel_on_disconnect") is False
+    assert left_out.pop("adapters") == ()
     assert set(left_out.values()) == {None}
 
 
@@ -31,6 +32,8 @@ def test_what_is_left_out_is_left_to_the_server() -> None:
         ("video_shift", 12),
         ("video_shift", -1e308),
         ("kv_storage", "cpu_pinned"),
+        ("mode", "dense"),
+        ("adapters", (AdapterChoice("turbo", -0.5), AdapterChoice("style"))),
         ("prompt", ""),
         ("prompt", "狐狸" * 100),
     ],
@@ -60,6 +63,9 @@ def test_what_a_message_can_hold_is_accepted(field: str, value: Any) -> None:
         ("audio_shift", 10**400, "must be a finite number"),
         ("audio_shift", "3", "audio_shift is '3'; it must be a finite number"),
         ("kv_storage", "disk", "kv_storage is 'disk'; it must be one of ('gpu', 'cpu', 'cpu_pinned')"),
+        ("mode", "turbo", "mode is 'turbo'; it must be one of ('streaming', 'dense')"),
+        ("adapters", "turbo", "adapters is 'turbo'; it must be a sequence of AdapterChoice"),
+        ("adapters", 5, "adapters is 5; it must be a sequence of AdapterChoice"),
         ("cancel_on_disconnect", None, "cancel_on_disconnect is None; it must be True or False"),
     ],
 )
@@ -71,6 +77,31 @@ def test_what_no_message_can_hold_is_refused_by_name(field: str, value: Any, wor
     assert words in violation.description
     assert violation.description == caught.value.message
     assert len(violation.description) < 200
+
+
+def test_adapters_may_be_any_sequence_and_are_kept_as_a_tuple() -> None:
+    choices = [AdapterChoice("turbo"), AdapterChoice("style", 0.5)]
+    request = GenerateRequest("a fox", adapters=choices)
+    choices.clear()
+    assert request.adapters == (AdapterChoice("turbo"), AdapterChoice("style", 0.5))
+    assert hash(request) == hash(GenerateRequest("a fox", adapters=request.adapters))
+
+
+@pytest.mark.parametrize(
+    ("choice", "field", "words"),
+    [
+        ("turbo", "adapters[1]", "adapters[1] is 'turbo'; it must be an AdapterChoice with a string as name"),
+        (AdapterChoice(5), "adapters[1]", "adapters[1] is AdapterChoice(name=5,"),  # type: ignore[arg-type]
+        (AdapterChoice("b", math.nan), "adapters[1].strength", "adapters[1].strength is nan; it must be a finite"),
+        (AdapterChoice("b", True), "adapters[1].strength", "adapters[1].strength is True; it must be a finite"),
+    ],
+)
+def test_an_adapter_that_no_message_can_hold_is_refused_by_position(choice: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerateRequest("a fox", adapters=(AdapterChoice("a"), choice))
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert violation.description.startswith(words)
 
 
 def test_every_wrong_field_is_named_at_once() -> None:

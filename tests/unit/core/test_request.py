@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from core.geometry import MAX_CANVAS_PIXELS, chunk_table, num_audio_latents, num_video_latents, valid_frame_counts
 from core.prompt import ALLOWED_SPECIAL_TOKENS, MAX_PROMPT_BYTES
-from core.request import KV_STORAGES, Violation, clip_violations, clip_warnings, prompt_violations
-from h3stream.request import ClipSpec, KvStorage
+from core.request import KV_STORAGES, MODES, Violation, clip_violations, clip_warnings, prompt_violations
+from h3stream.request import AdapterUse, ClipSpec, KvStorage, SamplingMode
 
 CLIP = ClipSpec(
     num_frames=39,
@@ -28,6 +28,9 @@ CLIP = ClipSpec(
     kv_storage="gpu",
     seed=0,
 )
+
+
+DENSE = dataclasses.replace(CLIP, mode="dense", sink=0, window=None)
 
 
 def violation(**changes: Any) -> Violation:
@@ -53,6 +56,9 @@ def violation(**changes: Any) -> Violation:
         {"window": None},
         *({"kv_storage": storage} for storage in KV_STORAGES),
         {"seed": 2**64 - 1},
+        {"mode": "dense", "sink": 0, "window": None},
+        {"adapters": (AdapterUse("a", 16.0), AdapterUse("A", -16.0), AdapterUse("0._-" + 60 * "z", 5e-324))},
+        {"adapters": tuple(AdapterUse(f"style-{n}", 1.0) for n in range(16))},
     ],
 )
 def test_values_at_the_edge_of_the_rules_are_accepted(changes: Any) -> None:
@@ -61,6 +67,10 @@ def test_values_at_the_edge_of_the_rules_are_accepted(changes: Any) -> None:
 
 def test_storages_are_those_of_the_sdk() -> None:
     assert get_args(KvStorage) == KV_STORAGES
+
+
+def test_modes_are_those_of_the_sdk() -> None:
+    assert get_args(SamplingMode) == MODES
 
 
 @pytest.mark.parametrize(
@@ -111,6 +121,8 @@ def test_clips_beyond_the_audited_range_are_made_with_a_warning(frames: int, war
     warnings = clip_warnings(clip)
     assert [reason for reason, _ in warnings] == ["FRAMES_BEYOND_AUDITED_RANGE"] * warned
     assert all(str(frames) in message and "192" in message for _, message in warnings)
+    # The audit was of streaming with its adapter: the base model made such clips before there was one.
+    assert clip_warnings(dataclasses.replace(DENSE, num_frames=frames)) == []
 
 
 @pytest.mark.parametrize(("seed", "twin"), [(2**32, "0"), (2**63 + 7, "7")])
@@ -241,6 +253,51 @@ def test_an_unknown_storage_names_the_known_ones() -> None:
     )
 
 
+def test_an_unknown_mode_names_the_known_ones() -> None:
+    assert violation(mode="turbo") == Violation(
+        "mode", "mode is 'turbo'; it must be one of streaming, dense", "UNKNOWN_VALUE"
+    )
+
+
+@pytest.mark.parametrize(("field", "value"), [("sink", 2), ("window", 0), ("window", 2)])
+def test_a_dense_clip_has_no_sink_and_no_window(field: str, value: int) -> None:
+    (found,) = clip_violations(dataclasses.replace(DENSE, **{field: value}))
+    assert found == Violation(
+        field, f"{field} is {value}; a dense clip has no KV cache, so it must be left out", "NOT_IN_DENSE"
+    )
+
+
+def test_a_streaming_clip_needs_a_sink() -> None:
+    assert violation(sink=0).reason == "OUT_OF_RANGE"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", ".a", "a/b", "a=b", "a:b", "ä", "a\n", 65 * "a"])
+def test_an_adapter_s_name_that_is_none_is_refused_with_the_rule(name: str) -> None:
+    found = violation(adapters=(AdapterUse("turbo", 1.0), AdapterUse(name, 1.0)))
+    assert (found.field, found.reason) == ("adapters[1].name", "NOT_A_NAME")
+    rule = "it must be 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit"
+    assert found.description == f"adapters[1].name is {name!r}; {rule}"
+
+
+@pytest.mark.parametrize("strength", [0.0, -0.0, 16.000000000000004, -17.0, math.inf, math.nan])
+def test_an_adapter_s_strength_names_the_range(strength: float) -> None:
+    found = violation(adapters=(AdapterUse("turbo", strength),))
+    assert (found.field, found.reason) == ("adapters[0].strength", "OUT_OF_RANGE")
+    assert found.description == f"adapters[0].strength is {strength!r}; it must not be 0 and be from -16 to 16"
+
+
+def test_an_adapter_can_be_named_once() -> None:
+    found = violation(adapters=(AdapterUse("turbo", 1.0), AdapterUse("style", 1.0), AdapterUse("turbo", 0.5)))
+    assert found == Violation(
+        "adapters[2].name", "adapters[2].name repeats 'turbo'; each can be named once", "REPEATED"
+    )
+
+
+def test_too_many_adapters_are_refused_by_their_number_alone() -> None:
+    found = violation(adapters=tuple(AdapterUse("", 0.0) for _ in range(17)))
+    assert found == Violation("adapters", "adapters holds 17 adapters; at most 16 are accepted", "TOO_MANY")
+
+
 def test_everything_wrong_is_reported_at_once_in_field_order() -> None:
     clip = ClipSpec(
         num_frames=23,
@@ -253,6 +310,8 @@ def test_everything_wrong_is_reported_at_once_in_field_order() -> None:
         window=-1,
         kv_storage="disk",  # type: ignore[arg-type]
         seed=-1,
+        mode="turbo",  # type: ignore[arg-type]
+        adapters=17 * (AdapterUse("a", 1.0),),
     )
     assert [v.field for v in clip_violations(clip)] == [field.name for field in dataclasses.fields(ClipSpec)]
 
@@ -279,6 +338,7 @@ def test_a_canvas_off_the_grid_and_too_large_is_told_both() -> None:
         window=st.one_of(st.none(), st.integers(-1, 70)),
         kv_storage=st.sampled_from(KV_STORAGES),
         seed=st.integers(-1, 2**64),
+        mode=st.sampled_from(MODES),
     )
 )
 def test_every_violation_has_a_field_a_sentence_and_a_stable_reason(clip: ClipSpec) -> None:
