@@ -1,0 +1,45 @@
+"""Where the parts of a model lie in a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from h3stream.errors import ConfigError
+
+Part = Literal["dit", "video_vae", "audio_vae", "text_encoder", "tokenizer"]
+
+FOLDERS: dict[Part, tuple[str, ...]] = {
+    "dit": ("transformer", "FL2VA/transformer"),
+    "video_vae": ("vae", "video_vae/source", "video_vae"),
+    "audio_vae": ("audio_vae",),
+    "text_encoder": ("text_encoder",),
+    "tokenizer": ("tokenizer", "text_encoder"),
+}
+"""Folders of the published diffusers and official repositories, the first that is there being the one.
+
+Source: docs/reference/h3-model.md §3, §4.6, §5.3, §6.5.
+"""
+
+
+def part_path(model_directory: Path | None, part: Part, override: Path | None = None) -> Path:
+    """The file or folder of a part: the one that replaces the model directory's, else the directory's own.
+
+    Raises ConfigError, naming the setting, if there is none.
+    """
+    setting = part.replace("_", "-")
+    if override is not None:
+        if not override.exists():
+            raise ConfigError(f"{part}: {override} does not exist")
+        return override
+    if model_directory is None:
+        raise ConfigError(f"{part} is not set: give --{setting} PATH, or --model DIR with all parts")
+    for folder in FOLDERS[part]:
+        path = model_directory / folder
+        if path.is_dir() and (
+            part != "tokenizer" or folder == "tokenizer" or (path / "tokenizer_config.json").exists()
+        ):
+            return path
+    raise ConfigError(
+        f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH"
+    )

@@ -1,0 +1,117 @@
+"""Tensors from published files straight to where they are used: never more than one of them twice in memory.
+
+Files are read and not mapped: what a process holds is then what it has read, page by page in order, a file that is cut
+off later cannot end the process, and the tensors can be pinned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3stream.errors import CheckpointError
+from services.checkpoints.header import open_file
+from services.checkpoints.key_map import KeyMap, Rows, Rule
+from services.checkpoints.source import StoredTensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""Dtypes that are read, by their names in a header."""
+
+
+def load_parameters(
+    tensors: dict[str, StoredTensor],
+    key_map: KeyMap,
+    dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
+) -> dict[str, Tensor]:
+    """The parameters that a checkpoint's tensors become, in host memory.
+
+    tensors: checked against the map (`key_map.problems`).  dtype_of: the dtype that a parameter is kept in; None keeps
+    the stored one. At no time is more than one stored tensor in memory beside the parameters.
+    Raises CheckpointError if a file has changed or cannot be read any more.
+    """
+    wanted = {key: tensor for key, tensor in tensors.items() if key in key_map and key_map[key].targets}
+    parameters: dict[str, Tensor] = {}
+    for key, stored in read_tensors(wanted):
+        rule = key_map[key]
+        for target, rows in zip(rule.targets, split_rows(rule, stored), strict=True):
+            # A part of the stored tensor is copied: as a view it would keep the whole of it alive.
+            is_part = rows is not stored and rows.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+            parameters[target] = rows.to(dtype_of(target) or rows.dtype, copy=is_part).contiguous()
+        del stored, rows  # before the next one is read
+    return parameters
+
+
+def read_tensors(tensors: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Reads tensors one by one, in the order given, each file opened once. Raises CheckpointError."""
+    with ExitStack() as files:
+        descriptors: dict[str, int] = {}
+        for key, stored in tensors.items():
+            name = str(stored.path)
+            if name not in descriptors:
+                descriptors[name] = files.enter_context(open_file(stored.path))
+            yield key, _read(descriptors[name], key, stored)
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """Reads one tensor. Raises CheckpointError."""
+    ((_, tensor),) = read_tensors({"": stored})
+    return tensor
+
+
+def split_rows(rule: Rule, stored: Tensor) -> tuple[Tensor, ...]:
+    """The rows of a stored tensor `[rows, ...]` as the rule's parameters hold them; views where that is possible."""
+    match rule.rows:
+        case Rows.SAME:
+            return (stored,)
+        case Rows.STACKED:
+            return stored.chunk(len(rule.targets))
+        case Rows.PER_HEAD:
+            heads = stored.unflatten(0, (rule.num_heads, len(rule.targets), -1))
+            return tuple(heads[:, index].flatten(0, 1) for index in range(len(rule.targets)))
+        case Rows.SWAPPED_HALVES:
+            first, second = stored.chunk(2)
+            return (torch.cat((second, first)),)
+
+
+def join_rows(rule: Rule, parameters: Iterable[Tensor]) -> Tensor:
+    """The stored tensor of a rule's parameters: the inverse of `split_rows`."""
+    given = tuple(parameters)
+    match rule.rows:
+        case Rows.SAME:
+            return given[0]
+        case Rows.STACKED:
+            return torch.cat(given)
+        case Rows.PER_HEAD:
+            heads = [parameter.unflatten(0, (rule.num_heads, -1)) for parameter in given]
+            return torch.stack(heads, dim=1).flatten(0, 2)
+        case Rows.SWAPPED_HALVES:
+            return split_rows(rule, given[0])[0]
+
+
+def _read(fd: int, key: str, stored: StoredTensor) -> Tensor:
+    info = stored.info
+    if info.dtype not in DTYPES:
+        raise CheckpointError(f"{stored.path}: {key!r} is {info.dtype}, which is not read here")
+    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    buffer: Any = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    position = 0
+    while position < info.num_bytes:
+        count = os.preadv(fd, [buffer[position:]], info.start + position)
+        if count == 0:
+            raise CheckpointError(f"{stored.path} has changed: it ends within {key!r}")
+        position += count
+    return tensor
