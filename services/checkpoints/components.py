@@ -11,10 +11,10 @@ Part = Literal["dit", "video_vae", "audio_vae", "text_encoder", "tokenizer"]
 
 FOLDERS: dict[Part, tuple[str, ...]] = {
     "dit": ("transformer", "FL2VA/transformer"),
-    "video_vae": ("vae", "video_vae/source", "video_vae"),
-    "audio_vae": ("audio_vae",),
-    "text_encoder": ("text_encoder",),
-    "tokenizer": ("tokenizer", "text_encoder"),
+    "video_vae": ("vae", "video_vae/source", "FL2VA/video_vae/source"),
+    "audio_vae": ("audio_vae", "FL2VA/audio_vae"),
+    "text_encoder": ("text_encoder", "FL2VA/text_encoder"),
+    "tokenizer": ("tokenizer", "FL2VA/tokenizer"),
 }
 """Folders of the published diffusers and official repositories, the first that is there being the one.
 
@@ -40,6 +40,4 @@ def part_path(model_directory: Path | None, part: Part, override: Path | None = 
             part != "tokenizer" or folder == "tokenizer" or (path / "tokenizer_config.json").exists()
         ):
             return path
-    raise ConfigError(
-        f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH"
-    )
+    raise ConfigError(f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH")
