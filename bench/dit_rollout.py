@@ -24,7 +24,7 @@ from services.dit.adaln import clip_timesteps, distinct, modulation, modulation_
 from services.dit.adapters import Adapter, AdapterBank, LowRankPair
 from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
-from services.dit.model import CausalDit
+from services.dit.model import H3Dit
 from services.dit.names import official_modules
 from services.dit.noise import ClipNoise
 from services.dit.rollout import Rollout, renoised
@@ -56,7 +56,7 @@ MEASURED_CHUNK = 4
 """The cache is full there: text, chunk 0 and two recent chunks."""
 
 
-def make_model(device: torch.device) -> tuple[CausalDit, AdapterBank]:
+def make_model(device: torch.device) -> tuple[H3Dit, AdapterBank]:
     """Random weights in bfloat16 with float32 islands, and an adapter on every module."""
     from diffusers import MiniMaxH3Transformer3DModel
 
@@ -71,7 +71,7 @@ def make_model(device: torch.device) -> tuple[CausalDit, AdapterBank]:
         rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
         pairs[official] = LowRankPair(torch.randn(RANK, columns) * 0.02, torch.randn(rows, RANK) * 0.02, RANK)
     bank = AdapterBank(transformer, {"raven": Adapter(transformer, pairs)})
-    return CausalDit(transformer.to(device)), bank.to(device)
+    return H3Dit(transformer.to(device)), bank.to(device)
 
 
 def fastest(repeats: int, *variants: Callable[[], object]) -> list[float]:
@@ -96,7 +96,8 @@ class Bench:
         self.chunks = chunk_table(CLIP.num_frames)
         self.size = latent_size(CLIP.height), latent_size(CLIP.width)
         self.steps = clip_timesteps(CLIP.steps, CLIP.video_shift, CLIP.audio_shift)
-        self.table = modulation_table(self.model.transformer, self.steps)
+        context = (context_timestep(), context_timestep())
+        self.table = modulation_table(self.model.transformer, (*self.steps, context))
         self.noise = ClipNoise(CLIP, device)
         self.context = torch.randn(NUM_TOKENS, MODEL["text_dim"], device=device)
         self.tags = torch.ones(NUM_TOKENS, dtype=torch.int64, device=device)

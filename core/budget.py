@@ -35,6 +35,9 @@ CHUNK_LONG_BUFFERS = 6
 """Noisy latent, velocity, clean estimate, fresh noise, next noisy latent and a temporary, each of one chunk."""
 ADAPTER_TEMPORARY_BYTES = 64 << 20
 """Budget of the float32 temporaries of adapter residuals, which work through rows in blocks."""
+FFN_BLOCK_ROWS = 8192
+"""Rows that a block's feed-forward takes at once. More than any chunk has (5,218), so that streaming is untouched; a
+whole clip's 75,000 inner rows would take 8.6 GB of the full model where a block of them takes 0.9 GB."""
 SAFETY_PERCENT = 12
 SAFETY_FLOOR_BYTES = 512 << 20
 """Added to everything else, with the percentage: allocator blocks and kernels' own workspaces."""

@@ -6,6 +6,7 @@ of a chunk, `P` retained rows, `E` text tokens, `h d` heads and head dim.
     video latent    [1, 24, T, H, W]     float32   T = 5k + 2, H = height / 16, W = width / 16
     audio latent    [1, 32, 2, A]        float32   two stereo rows, 40 latents a second, 800 samples each
     rows of a chunk [N, hidden]          compute   audio first (left, then right), then video (latent, row, column)
+    rows of a clip  [E + N, hidden]      compute   dense mode: text, then audio and video of the whole clip
     one layer's K   [rows, h, d]         compute   after the per-head norm and rotation; V alike, as projected
     frames          [F, height, width, 3] uint8    24 a second
     samples         [2, S]               float32   32 kHz stereo, S = 800 A
@@ -168,14 +169,40 @@ def chunk_positions(
     chunk: Chunk, num_tokens: int, latent_height: int, latent_width: int
 ) -> list[tuple[float, float, float]]:
     """(t, h, w) of every row of a chunk, in row order: audio left, audio right, video. `[N]` triples of float64."""
+    return _media_positions(
+        range(chunk.video_start, chunk.video_stop),
+        range(chunk.audio_start, chunk.audio_stop),
+        num_tokens,
+        latent_height,
+        latent_width,
+    )
+
+
+def dense_positions(
+    num_frames: int, num_tokens: int, latent_height: int, latent_width: int
+) -> list[tuple[float, float, float]]:
+    """(t, h, w) of every row of a clip sampled at once, in row order: text, audio left, audio right, video.
+
+    A media row lies where its chunk's row would. Times of video latents differ from a running sum over the latents by
+    1e-12 at most; in float32, which is what the rotary angles are computed from, they are equal.
+    Source: docs/reference/h3-model.md §2.5, §8.
+    """
+    return text_positions(num_tokens) + _media_positions(
+        range(num_video_latents(num_frames)),
+        range(num_audio_latents(num_frames)),
+        num_tokens,
+        latent_height,
+        latent_width,
+    )
+
+
+def _media_positions(
+    video: range, audio: range, num_tokens: int, latent_height: int, latent_width: int
+) -> list[tuple[float, float, float]]:
     h_axis = spatial_axis(latent_height, latent_height, latent_width)
     w_axis = spatial_axis(latent_width, latent_height, latent_width)
-    positions = [
-        (float(num_tokens + j), 0.0, w)
-        for w in (w_axis[0], w_axis[-1])
-        for j in range(chunk.audio_start, chunk.audio_stop)
-    ]
-    for n in range(chunk.video_start, chunk.video_stop):
+    positions = [(float(num_tokens + j), 0.0, w) for w in (w_axis[0], w_axis[-1]) for j in audio]
+    for n in video:
         t = video_latent_time(n, num_tokens)
         positions.extend((t, h, w) for h in h_axis for w in w_axis)
     return positions
@@ -194,3 +221,10 @@ def num_audio_rows(chunk: Chunk) -> int:
 def num_rows(chunk: Chunk, width: int, height: int) -> int:
     """N: rows of a chunk, audio and video."""
     return num_audio_rows(chunk) + chunk.num_video_latents * rows_per_video_latent(width, height)
+
+
+def num_clip_rows(num_frames: int, width: int, height: int) -> int:
+    """Audio and video rows of a whole clip; in dense mode they follow the text rows."""
+    return AUDIO_CHANNELS * num_audio_latents(num_frames) + num_video_latents(num_frames) * rows_per_video_latent(
+        width, height
+    )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from h3stream.request import ClipSpec
 from services.dit.adapters import Adapter, AdapterBank, AdapterMix, LowRankPair
-from services.dit.model import CausalDit
+from services.dit.model import H3Dit
 from services.dit.names import official_modules, split_output_rows
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
@@ -138,7 +138,7 @@ def comfy_adapter(transformer) -> Adapter:
     return Adapter(transformer, pairs)
 
 
-class RecordingDit(CausalDit):
+class RecordingDit(H3Dit):
     """The model with everything that passes through it kept, under the names of the vectors."""
 
     def __init__(self, transformer) -> None:

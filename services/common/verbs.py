@@ -19,6 +19,12 @@ class VerbCancelled(Exception):
     """Raised by a verb that found its caller gone."""
 
 
+def poll(cancelled: Cancelled) -> None:
+    """Raises VerbCancelled once the caller has gone."""
+    if cancelled():
+        raise VerbCancelled
+
+
 class VerbRunner:
     """One thread per worker, so two verbs never compute at once and each sees what the one before it left."""
 

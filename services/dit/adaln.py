@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from core.schedule import context_timestep, shifted_sigmas, timestep
+from core.schedule import shifted_sigmas, timestep
 
 if TYPE_CHECKING:
     from diffusers import MiniMaxH3Transformer3DModel
@@ -77,10 +77,10 @@ def clip_timesteps(steps: int, video_shift: float, audio_shift: float) -> tuple[
 
 
 def modulation_table(
-    transformer: MiniMaxH3Transformer3DModel, steps: Iterable[tuple[float, float]]
+    transformer: MiniMaxH3Transformer3DModel, forwards: Iterable[tuple[float, float]]
 ) -> dict[Timesteps, Modulation]:
-    """The modulation of every forward of a clip: its noise forwards, its clean forwards and its text."""
-    sets = {distinct(context_timestep()), *(distinct(*pair) for pair in steps)}
+    """The modulation of every forward of a clip.  forwards: video and audio timestep of each."""
+    sets = {distinct(*pair) for pair in forwards}
     return {timesteps: modulation(transformer, timesteps) for timesteps in sorted(sets)}
 
 
@@ -117,6 +117,6 @@ def modulate(normed: Tensor, shift: Tensor, scale: Tensor, rows: Tensor) -> Tens
     return normed * scale.index_select(0, rows) + shift.index_select(0, rows)
 
 
-def add_gated(hidden: Tensor, branch: Tensor, gate: Tensor, rows: Tensor) -> Tensor:
-    """`hidden + gate * branch` with the table row of each row; the product is rounded before the sum."""
-    return hidden + gate.index_select(0, rows) * branch
+def add_gated(hidden: Tensor, branch: Tensor, gate: Tensor, rows: Tensor) -> None:
+    """Adds `gate * branch` to `hidden` in place, with the table row of each row; the product is rounded first."""
+    hidden.add_(gate.index_select(0, rows).mul_(branch))

@@ -1,4 +1,4 @@
-"""Attention of one chunk's rows over the retained rows and their own; the kernel choice lives here."""
+"""Attention of a forward's rows over the retained rows and their own; the kernel choice lives here."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the rows' own K and V, returns all that they attend to."""
 
 
-def self_attention(attn: Any, hidden: Tensor, rotary: Rotary | None = None, gather: Gather | None = None) -> Tensor:
+def self_attention(
+    attn: Any, hidden: Tensor, rotary: Rotary | None = None, gather: Gather | None = None, *, fused: bool = False
+) -> Tensor:
     """The attention branch of one block over rows `[N, hidden]`.
 
     attn: the published attention module; each projection is called, so adapters attached to it apply.
     Norm per head, then rotation, then attention over what `gather` returns: the rows alone where it is None.
+    fused: as in `attend`.
     """
     heads = (attn.heads, attn.head_dim)
-    query = attn.norm_q(attn.to_q(hidden).unflatten(-1, heads))  # [N, h, d]
-    key = attn.norm_k(attn.to_k(hidden).unflatten(-1, heads))
+    # One after the other: a whole clip's queries and keys, rotated and not, are a large part of the peak memory.
+    query = _rotated(attn.norm_q(attn.to_q(hidden).unflatten(-1, heads)), rotary)  # [N, h, d]
+    key = _rotated(attn.norm_k(attn.to_k(hidden).unflatten(-1, heads)), rotary)
     value = attn.to_v(hidden).unflatten(-1, heads)
-    if rotary is not None:
-        query, key = rotate(query, rotary), rotate(key, rotary)
     if gather is not None:
         key, value = gather(key, value)  # [P + N, h, d]
-    out: Tensor = attn.to_out[0](attend(query, key, value).flatten(1))
+    out: Tensor = attn.to_out[0](attend(query, key, value, fused=fused).flatten(1))
     return out
 
 
@@ -47,14 +49,22 @@ def rotate(rows: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((*rotated, rest), dim=-1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention of `[N, h, d]` over `[P + N, h, d]` at scale `d^-0.5`; no mask: what is given is visible."""
+def attend(query: Tensor, key: Tensor, value: Tensor, *, fused: bool = False) -> Tensor:
+    """Softmax attention of `[N, h, d]` over `[P + N, h, d]` at scale `d^-0.5`; no mask: what is given is visible.
+
+    fused: on a CPU too, the kernel that never holds the weights of a whole head, which grow with the square of the
+    rows: 2.6 GB for a 15 s clip of 512 x 288 on the tiny model. Its rounding is not that of the streaming reference.
+    """
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))  # [h, rows, d]
     with _full_precision_math():
-        if q.is_cuda:
+        if fused or q.is_cuda:
             # PyTorch's fused kernels need a batch axis; the plain one would hold every head's weights at once.
             return scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1)
         return scaled_dot_product_attention(q, k, v).transpose(0, 1)  # the plain kernel: the reference's bits
+
+
+def _rotated(rows: Tensor, rotary: Rotary | None) -> Tensor:
+    return rows if rotary is None else rotate(rows, rotary)
 
 
 @contextmanager

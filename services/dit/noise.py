@@ -1,8 +1,8 @@
-"""The seeded generator of a clip and the order of its draws.
+"""The seeded generator of a clip and the order of its draws, which streaming and dense clips do not share.
 
 Drawn on the CPU, so a seed means the same clip on every device; torch's CPU generator uses the low 32 bits of it. The
 global generator is neither read nor written.
-Source: docs/reference/raven-streaming.md §5.2.
+Source: docs/reference/raven-streaming.md §5.2 (streaming), docs/reference/h3-model.md §7 (dense).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from core.geometry import (
     num_video_latents,
 )
 from h3stream.request import ClipSpec
-from services.dit.rows import ChunkLatents
+from services.dit.rows import ChunkLatents, rows_to_audio
 
 
 class ClipNoise:
-    """Every draw of a clip: initial noise, context noise, then two draws a step."""
+    """Every draw of a streaming clip: initial noise, context noise, then two draws a step."""
 
     def __init__(self, clip: ClipSpec, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(clip.seed)
@@ -37,11 +37,11 @@ class ClipNoise:
 
     def initial(self, chunk: Chunk) -> ChunkLatents:
         """What a chunk's first step starts from."""
-        return _slice(self._initial, chunk)
+        return self._initial.of(chunk)
 
     def context(self, chunk: Chunk) -> ChunkLatents:
         """What a finished chunk is re-noised with in its clean forward."""
-        return _slice(self._context, chunk)
+        return self._context.of(chunk)
 
     def step(self, chunk: Chunk) -> ChunkLatents:
         """Fresh noise of a chunk's next step. Drawn even when the next sigma is 0: later chunks share the stream."""
@@ -64,7 +64,15 @@ class ClipNoise:
         return torch.randn(shape, generator=self._generator, dtype=torch.float32).to(self._device)
 
 
-def _slice(clip: ChunkLatents, chunk: Chunk) -> ChunkLatents:
-    return ChunkLatents(
-        clip.video[:, :, chunk.video_start : chunk.video_stop], clip.audio[..., chunk.audio_start : chunk.audio_stop]
+def dense_noise(clip: ClipSpec, device: torch.device) -> ChunkLatents:
+    """The only draws of a dense clip: its video as latents `[1, 24, T, H, W]`, then its audio as rows `[2 A, 32]`.
+
+    Order and shapes are those of diffusers' pipeline: a CPU generator with the same seed gives it the same noise.
+    """
+    generator = torch.Generator().manual_seed(clip.seed)
+    canvas = (latent_size(clip.height), latent_size(clip.width))
+    video = torch.randn((1, VIDEO_LATENT_CHANNELS, num_video_latents(clip.num_frames), *canvas), generator=generator)
+    rows = torch.randn(
+        (AUDIO_CHANNELS * num_audio_latents(clip.num_frames), AUDIO_LATENT_CHANNELS), generator=generator
     )
+    return ChunkLatents(video.to(device), rows_to_audio(rows).contiguous().to(device))

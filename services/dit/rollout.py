@@ -15,12 +15,12 @@ from core.geometry import chunk_table, latent_size, num_rows
 from core.schedule import context_timestep, renoise_coefficient, shifted_sigmas
 from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
-from services.common.verbs import Cancelled, VerbCancelled
+from services.common.verbs import Cancelled, poll
 from services.dit.adaln import clip_timesteps, distinct, modulation_table
 from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
-from services.dit.model import CausalDit, ChunkLayout
+from services.dit.model import ChunkLayout, H3Dit, finish_forward
 from services.dit.noise import ClipNoise
 from services.dit.rows import ChunkLatents
 
@@ -30,7 +30,7 @@ class Rollout:
 
     def __init__(
         self,
-        model: CausalDit,
+        model: H3Dit,
         adapters: AdapterBank,
         mix: AdapterMix,
         clip: ClipSpec,
@@ -55,8 +55,9 @@ class Rollout:
         )
         self._timesteps = clip_timesteps(clip.steps, clip.video_shift, clip.audio_shift)
         self._noise = ClipNoise(clip, device)
+        context = (context_timestep(), context_timestep())  # of the text and of every clean forward
         with adapters.using(mix):
-            self._modulation = modulation_table(model.transformer, self._timesteps)
+            self._modulation = modulation_table(model.transformer, (*self._timesteps, context))
         chunk_rows = [num_rows(chunk, clip.width, clip.height) for chunk in self._chunks]
         shape = KvShape(
             num_layers=model.num_layers,
@@ -139,7 +140,7 @@ class Rollout:
         self._layout = layout = self._model.chunk_layout(chunk, self._num_tokens, height, width)
         x_t = x0 = self._noise.initial(chunk)
         for step, timesteps in enumerate(self._timesteps):
-            _poll(cancelled)
+            poll(cancelled)
             with self._adapters.using(self._mix):
                 velocity = self._model.forward_chunk(
                     x_t, timesteps, layout, self._modulation[distinct(*timesteps)], self.cache, stage=False
@@ -147,9 +148,9 @@ class Rollout:
             self.num_noise_forwards += 1
             eps = self._noise.step(chunk)
             x0, x_t = transition(x_t, velocity, eps, self._sigmas[step], self._sigmas[step + 1])
-            self._finish_forward()
+            finish_forward(self._device)
             on_step(step + 1)
-        _poll(cancelled)
+        poll(cancelled)
         return x0
 
     def _stage_and_commit(self, forward: Callable[[], object]) -> None:
@@ -157,15 +158,10 @@ class Rollout:
             with self._adapters.using(self._mix):
                 forward()
             self.cache.commit()
-            self._finish_forward()
+            finish_forward(self._device)
         except BaseException:
             self.cache.discard()
             raise
-
-    def _finish_forward(self) -> None:
-        # Progress and cancellation are about work done, not work queued: the host never runs ahead of a forward.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def transition(
@@ -197,8 +193,3 @@ def renoised(latents: ChunkLatents, eps: ChunkLatents) -> ChunkLatents:
 
 def _with_zero(steps: int, shift: float) -> tuple[float, ...]:
     return (*shifted_sigmas(steps, shift), 0.0)
-
-
-def _poll(cancelled: Cancelled) -> None:
-    if cancelled():
-        raise VerbCancelled

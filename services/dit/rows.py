@@ -1,6 +1,7 @@
 """Latents to rows of the transformer and back, and where the rows of a chunk lie in space and time.
 
-A chunk's rows are its audio (all of left, then all of right), then its video (latent, patch row, patch column).
+A chunk's rows are its audio (all of left, then all of right), then its video (latent, patch row, patch column); those
+of a clip sampled at once are its text, then the same of the whole clip.
 Source: docs/reference/raven-streaming.md §2.1.
 """
 
@@ -11,17 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.geometry import AUDIO_CHANNELS, PATCH, Chunk, chunk_positions
+from core.geometry import AUDIO_CHANNELS, PATCH, Chunk, chunk_positions, dense_positions
 
 
 @dataclass(frozen=True)
 class ChunkLatents:
-    """One chunk of both streams, or a quantity of the same shape (noise, velocity)."""
+    """One chunk or a whole clip of both streams, or a quantity of the same shape (noise, velocity)."""
 
     video: Tensor
     """`[1, 24, T, H, W]` float32."""
     audio: Tensor
     """`[1, 32, 2, A]` float32."""
+
+    def of(self, chunk: Chunk) -> ChunkLatents:
+        """A chunk of a whole clip's latents, as views."""
+        return ChunkLatents(
+            self.video[:, :, chunk.video_start : chunk.video_stop],
+            self.audio[..., chunk.audio_start : chunk.audio_stop],
+        )
 
 
 def audio_rows(audio: Tensor) -> Tensor:
@@ -51,3 +59,8 @@ def rows_to_video(rows: Tensor, latents: int, height: int, width: int) -> Tensor
 def chunk_position_ids(chunk: Chunk, num_tokens: int, height: int, width: int) -> Tensor:
     """(t, h, w) of a chunk's rows, `[N, 3]` float64 on the host; `height` and `width` count latents."""
     return torch.tensor(chunk_positions(chunk, num_tokens, height, width), dtype=torch.float64)
+
+
+def dense_position_ids(num_frames: int, num_tokens: int, height: int, width: int) -> Tensor:
+    """(t, h, w) of a dense clip's rows, `[E + N, 3]` float64 on the host; `height` and `width` count latents."""
+    return torch.tensor(dense_positions(num_frames, num_tokens, height, width), dtype=torch.float64)

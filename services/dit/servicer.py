@@ -9,7 +9,7 @@ import torch
 from grpc import aio
 
 from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto
-from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.errors import InvalidRequestError
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler, to_parts
 from services.common.verbs import Cancelled, VerbRunner
@@ -69,6 +69,8 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
                 session_id, clip, text["context"], text["token_tags"], cancelled
             )
         )
+        if stats is None:  # a dense clip has no KV cache
+            return workers_pb2.DitServiceOpenSessionResponse()
         return workers_pb2.DitServiceOpenSessionResponse(
             kv_storage=KV_STORAGE_TO_PROTO[stats.storage], kv_storage_fallback_reason=stats.fallback_reason
         )
@@ -91,8 +93,14 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
     async def SampleDense(
         self, request: workers_pb2.SampleDenseRequest, context: Any
     ) -> AsyncIterator[workers_pb2.SampleDenseResponse]:
-        raise UnsupportedError("dense mode is not there yet")
-        yield
+        def verb(emit: Callable[[workers_pb2.SampleDenseResponse], None], cancelled: Cancelled) -> None:
+            def on_step(step: int, num_steps: int) -> None:
+                emit(workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=num_steps)))
+
+            self._worker.sample_dense(request.session_id, on_step, cancelled)
+
+        async for response in self._runner.stream(verb):
+            yield response
 
     async def CommitChunk(
         self, request: workers_pb2.CommitChunkRequest, context: Any
@@ -116,5 +124,5 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             was_open=True,
             num_noise_forwards=stats.num_noise_forwards,
             num_clean_forwards=stats.num_clean_forwards,
-            peak_kv_bytes=stats.kv.peak_kv_bytes,
+            peak_kv_bytes=stats.kv.peak_kv_bytes if stats.kv else 0,
         )

@@ -18,12 +18,13 @@ from services.common.checkpoint import header_digest, shard_files
 from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
-from services.common.verbs import Cancelled, VerbCancelled
+from services.common.verbs import Cancelled, poll
 from services.dit.adaln import NUM_TAGS
 from services.dit.adapters import AdapterBank, AdapterMix, find_adapter, load_raven_adapter
 from services.dit.config import DitConfig
+from services.dit.dense import DenseSampler, DenseSession
 from services.dit.kv_cache import KvStats
-from services.dit.model import CausalDit
+from services.dit.model import H3Dit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import load_transformer
@@ -31,8 +32,7 @@ from services.dit.weights import load_transformer
 log = logging.getLogger(__name__)
 
 RAVEN = "raven"
-STREAMING_MIX: AdapterMix = ((RAVEN, 1.0),)
-"""Streaming was distilled into the RAVEN adapter: it is always on, at full strength."""
+"""Streaming was distilled into this adapter: it is then always on, at full strength."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class SessionStats:
 
     num_noise_forwards: int
     num_clean_forwards: int
-    kv: KvStats
-    """Its cache."""
+    kv: KvStats | None
+    """Its cache; a dense session has none."""
 
 
 class DitWorker:
-    """Sessions of the streaming rollout over one set of weights."""
+    """Sessions of the streaming rollout and of the dense sampler over one set of weights."""
 
     name = "dit"
 
@@ -56,14 +56,14 @@ class DitWorker:
         adapter_path = config.adapter or find_adapter(config.model_directory)
         transformer = load_transformer(directory, config.compute_dtype)
         self._adapters = AdapterBank(transformer, {RAVEN: load_raven_adapter(adapter_path, transformer)})
-        self._model = CausalDit(transformer)
+        self._model = H3Dit(transformer)
         self._device = resolve_device(config.device)
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
         self.weights = DeviceWeights([transformer, self._adapters], self._device, ledger)
         self.weight_digests = {
             f"{path.parent.name}/{path.name}": header_digest(path) for path in (*shard_files(directory), adapter_path)
         }
-        self._sessions: dict[str, Rollout] = {}
+        self._sessions: dict[str, Rollout | DenseSession] = {}
 
     @property
     def text_dim(self) -> int:
@@ -76,9 +76,10 @@ class DitWorker:
 
     def open_session(
         self, session_id: str, clip: ClipSpec, context: Tensor, token_tags: Tensor, cancelled: Cancelled
-    ) -> KvStats:
-        """Starts a clip and puts its text into the KV cache. Opening it again with the same clip changes nothing.
+    ) -> KvStats | None:
+        """Starts a clip and puts its text into the KV cache, whose state it returns; a dense clip has none.
 
+        Opening it again with the same clip changes nothing.
         context: `[E, text_dim]` float32 or bfloat16.  token_tags: `[E]` int64, 0 video, 1 text, 2 audio.
         """
         opened = self._sessions.get(session_id)
@@ -88,17 +89,15 @@ class DitWorker:
             refuse(clip_violations(clip))
             _check_text(context, token_tags)
             self.weights.require()
-            if cancelled():
-                raise VerbCancelled
+            poll(cancelled)
             budget = memory_budget(clip, len(context), self._model.size, decode_bytes=0)
             log.info("session %s needs about %d bytes beside the weights: %s", session_id, budget.device_total, budget)
             with _out_of_memory(f"opening a session of about {budget.device_total} bytes"):
-                opened = Rollout(self._model, self._adapters, STREAMING_MIX, clip, len(context), self._device)
-                opened.prefill(context, token_tags)
+                opened = self._start(clip, context, token_tags)
             self._sessions[session_id] = opened
         elif opened.clip != clip:
             raise InvalidRequestError(f"session {session_id!r} is open with another clip: {opened.clip}")
-        return opened.cache.stats()
+        return _kv_stats(opened)
 
     def sample_chunk(
         self, session_id: str, index: int, on_step: Callable[[int, int], None], cancelled: Cancelled
@@ -106,8 +105,11 @@ class DitWorker:
         """Samples the next chunk; its final latents, float32 on the host. Repeating the last call samples nothing.
 
         on_step: told the forwards done and their number, after each.
+        Of a dense clip that is sampled: any chunk, without a forward.
         """
         rollout = self._session(session_id)
+        if isinstance(rollout, DenseSession):
+            return rollout.chunk(index)
         latents = rollout.sampled(index)
         if latents is None:
             self.weights.require()
@@ -115,33 +117,65 @@ class DitWorker:
                 latents = rollout.sample(index, lambda done: on_step(done, rollout.clip.steps), cancelled)
         return ChunkLatents(latents.video.cpu(), latents.audio.cpu())
 
+    def sample_dense(self, session_id: str, on_step: Callable[[int, int], None], cancelled: Cancelled) -> None:
+        """Samples the whole clip of a dense session. Repeating it samples nothing.
+
+        on_step: told the forwards done and their number, after each.
+        """
+        session = self._session(session_id)
+        if not isinstance(session, DenseSession):
+            raise UnsupportedError(f"session {session_id!r} streams its clip: sample it chunk by chunk")
+        if not session.is_sampled:
+            self.weights.require()
+            with _out_of_memory("sampling a dense clip"):
+                session.sample(lambda done: on_step(done, session.clip.steps), cancelled)
+
     def commit_chunk(self, session_id: str, index: int, cancelled: Cancelled) -> KvStats:
         """Runs the clean forward of the chunk sampled last and commits it. Repeating the last call changes nothing."""
         rollout = self._session(session_id)
+        if isinstance(rollout, DenseSession):
+            raise UnsupportedError(f"session {session_id!r} has a dense clip, which has no KV cache: nothing to commit")
         if not rollout.is_committed(index):
             self.weights.require()
-            if cancelled():
-                raise VerbCancelled
+            poll(cancelled)
             with _out_of_memory(f"committing chunk {index}"):
                 rollout.commit(index)
         return rollout.cache.stats()
 
     def close_session(self, session_id: str) -> SessionStats | None:
         """Frees a session and returns what it did; None if there is no such session."""
-        rollout = self._sessions.pop(session_id, None)
-        if rollout is None:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
             return None
-        stats = SessionStats(rollout.num_noise_forwards, rollout.num_clean_forwards, rollout.cache.stats())
-        del rollout
+        num_clean_forwards = session.num_clean_forwards if isinstance(session, Rollout) else 0
+        stats = SessionStats(session.num_noise_forwards, num_clean_forwards, _kv_stats(session))
+        del session
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the KV cache is worth more to the other workers than to this allocator
         return stats
 
-    def _session(self, session_id: str) -> Rollout:
+    def _start(self, clip: ClipSpec, context: Tensor, token_tags: Tensor) -> Rollout | DenseSession:
+        mix = self._mix(clip)
+        if clip.mode == "dense":
+            return DenseSession(DenseSampler(self._model, self._adapters, mix, clip, context, token_tags, self._device))
+        rollout = Rollout(self._model, self._adapters, mix, clip, len(context), self._device)
+        rollout.prefill(context, token_tags)
+        return rollout
+
+    def _mix(self, clip: ClipSpec) -> AdapterMix:
+        """The adapters of all forwards of a clip."""
+        named = tuple((adapter.name, adapter.strength) for adapter in clip.adapters)
+        return named if clip.mode == "dense" else ((RAVEN, 1.0), *named)
+
+    def _session(self, session_id: str) -> Rollout | DenseSession:
         try:
             return self._sessions[session_id]
         except KeyError:
             raise UnsupportedError(f"there is no session {session_id!r}: open it first") from None
+
+
+def _kv_stats(session: Rollout | DenseSession) -> KvStats | None:
+    return session.cache.stats() if isinstance(session, Rollout) else None
 
 
 def _check_text(context: Tensor, token_tags: Tensor) -> None:

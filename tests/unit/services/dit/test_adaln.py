@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from core.schedule import context_timestep
 from services.dit.adaln import clip_timesteps, distinct, modulation, modulation_table
 from services.dit.weights import load_transformer
 
@@ -52,8 +51,8 @@ def test_projections_run_once_per_set_of_timesteps(transformer: Any) -> None:
     table = modulation_table(transformer, (*SCHEDULE, *SCHEDULE))
     for hook in hooks:
         hook.remove()
-    assert table.keys() == {(0.0,), *(distinct(*pair) for pair in SCHEDULE[1:]), (context_timestep(),)}
-    assert set(calls.values()) == {5}
+    assert table.keys() == {(0.0,), *(distinct(*pair) for pair in SCHEDULE[1:])}
+    assert set(calls.values()) == {4}
     assert len(calls) == 4
 
 

@@ -17,7 +17,7 @@ from services.dit.adaln import AUDIO_TAG, VIDEO_TAG, Modulation, clip_timesteps,
 from services.dit.attention import Rotary, rotate
 from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
-from services.dit.model import CausalDit
+from services.dit.model import H3Dit
 from services.dit.noise import ClipNoise
 from services.dit.rows import ChunkLatents, audio_rows, chunk_position_ids, rows_to_audio, rows_to_video, video_rows
 from services.dit.weights import load_transformer
@@ -37,11 +37,11 @@ class Group:
 
 
 @pytest.fixture(scope="module")
-def model(model_directory: Path) -> CausalDit:
-    return CausalDit(load_transformer(model_directory / "transformer", "float32"))
+def model(model_directory: Path) -> H3Dit:
+    return H3Dit(load_transformer(model_directory / "transformer", "float32"))
 
 
-def packed_forward(model: CausalDit, groups: list[Group]) -> torch.Tensor:
+def packed_forward(model: H3Dit, groups: list[Group]) -> torch.Tensor:
     """All blocks over all rows at once under a block-causal mask; no cache."""
     sizes = [len(group.hidden) for group in groups]
     owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
@@ -64,7 +64,7 @@ def packed_forward(model: CausalDit, groups: list[Group]) -> torch.Tensor:
 
 
 def test_a_cached_forward_equals_one_packed_forward_over_everything(
-    model: CausalDit,
+    model: H3Dit,
     clip: ClipSpec,
     context: torch.Tensor,
     token_tags: torch.Tensor,
@@ -72,7 +72,7 @@ def test_a_cached_forward_equals_one_packed_forward_over_everything(
 ) -> None:
     transformer, chunks = model.transformer, chunk_table(clip.num_frames)[:3]
     steps = clip_timesteps(clip.steps, clip.video_shift, clip.audio_shift)
-    table = modulation_table(transformer, steps)
+    table = modulation_table(transformer, (*steps, CONTEXT))
     noise = ClipNoise(clip, CPU)
     timesteps = (CONTEXT, CONTEXT, steps[1])
 
@@ -129,6 +129,6 @@ def test_a_cached_forward_equals_one_packed_forward_over_everything(
     assert worst <= 3e-5  # another order of summation; velocities are of size 1
 
 
-def rotary_of(model: CausalDit, positions: list[tuple[float, float, float]]) -> Rotary:
+def rotary_of(model: H3Dit, positions: list[tuple[float, float, float]]) -> Rotary:
     cos, sin = model.transformer.rope(torch.tensor(positions, dtype=torch.float64))
     return cos[:, None, :48], sin[:, None, :48]

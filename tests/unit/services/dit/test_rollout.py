@@ -12,7 +12,7 @@ from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import KV_STORAGES, ClipSpec, KvStorage
 from services.common.verbs import VerbCancelled
 from services.dit.adapters import AdapterBank, AdapterMix, load_raven_adapter
-from services.dit.model import CausalDit
+from services.dit.model import H3Dit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import load_transformer
@@ -24,15 +24,15 @@ RAVEN: AdapterMix = (("raven", 1.0),)
 
 
 @pytest.fixture(scope="module")
-def parts(model_directory: Path) -> tuple[CausalDit, AdapterBank]:
+def parts(model_directory: Path) -> tuple[H3Dit, AdapterBank]:
     transformer = load_transformer(model_directory / "transformer", "bfloat16")
     adapter = load_raven_adapter(FIXTURES / "lora_raven.safetensors", transformer)
-    return CausalDit(transformer), AdapterBank(transformer, {"raven": adapter})
+    return H3Dit(transformer), AdapterBank(transformer, {"raven": adapter})
 
 
 @pytest.fixture
 def open_rollout(
-    parts: tuple[CausalDit, AdapterBank], context: torch.Tensor, token_tags: torch.Tensor
+    parts: tuple[H3Dit, AdapterBank], context: torch.Tensor, token_tags: torch.Tensor
 ) -> Callable[..., Rollout]:
     def make(clip: ClipSpec, mix: AdapterMix = RAVEN) -> Rollout:
         rollout = Rollout(*parts, mix, clip, len(context), CPU)
@@ -116,7 +116,7 @@ def test_a_cancelled_chunk_stops_within_one_forward_and_can_be_sampled_again(
 
 
 def test_a_forward_that_fails_stages_nothing_and_costs_no_draw(
-    open_rollout: Any, clip: ClipSpec, parts: tuple[CausalDit, AdapterBank]
+    open_rollout: Any, clip: ClipSpec, parts: tuple[H3Dit, AdapterBank]
 ) -> None:
     expected = run(open_rollout(clip))
     rollout = open_rollout(clip)
@@ -187,7 +187,7 @@ def test_the_callers_text_is_not_modified(
 
 
 def test_projections_of_the_timestep_do_not_run_while_sampling(
-    open_rollout: Any, clip: ClipSpec, parts: tuple[CausalDit, AdapterBank]
+    open_rollout: Any, clip: ClipSpec, parts: tuple[H3Dit, AdapterBank]
 ) -> None:
     calls = []
     hook = (

@@ -148,7 +148,8 @@ async def test_a_cancelled_call_stops_within_one_forward_and_the_session_goes_on
     assert torch.equal(again["audio"], untouched["audio"])
     closed = await dit.close()
     assert closed.was_open
-    assert closed.num_noise_forwards == 2 + 20  # the one reported, the one under way, and the chunk sampled again
+    # The one reported, at most one that was under way, and the chunk sampled again.
+    assert closed.num_noise_forwards in (1 + 20, 2 + 20)
 
 
 async def test_calls_outside_the_phase_or_out_of_order_fail_their_precondition(

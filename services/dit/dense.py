@@ -1,0 +1,133 @@
+"""The dense sampler: the whole clip, text and sound included, in one bidirectional forward per step.
+
+The schedule counts forwards: `steps` of them on `steps + 1` noise levels, the last 0. Velocity points from noise to
+data. The state is float32 and only seen by the model at its own precision.
+Source: docs/reference/h3-model.md §7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from core.geometry import chunk_table, latent_size
+from core.schedule import dense_sigmas, float32, timestep
+from h3stream.errors import InvalidRequestError, UnsupportedError
+from h3stream.request import ClipSpec
+from services.common.verbs import Cancelled, poll
+from services.dit.adaln import distinct, modulation_table
+from services.dit.adapters import AdapterBank, AdapterMix
+from services.dit.model import H3Dit, finish_forward
+from services.dit.noise import dense_noise
+from services.dit.rows import ChunkLatents
+
+
+class DenseSampler:
+    """The steps of one clip. All its memory on the device is taken at once; a forward adds only what it frees again."""
+
+    def __init__(
+        self,
+        model: H3Dit,
+        adapters: AdapterBank,
+        mix: AdapterMix,
+        clip: ClipSpec,
+        context: Tensor,
+        token_tags: Tensor,
+        device: torch.device,
+    ) -> None:
+        """Draws the noise, refines the text and computes the modulation table. The weights must be on the device.
+
+        context: `[E, text_dim]`.  token_tags: `[E]` modality of each token. Raises torch.OutOfMemoryError.
+        """
+        self.clip = clip
+        self.num_done = 0
+        self.latents = dense_noise(clip, device)
+        self._next = ChunkLatents(torch.empty_like(self.latents.video), torch.empty_like(self.latents.audio))
+        self._model = model
+        self._adapters = adapters
+        self._mix = mix
+        self._device = device
+        self._sigmas = tuple(
+            zip(*(dense_sigmas(clip.steps, shift) for shift in (clip.video_shift, clip.audio_shift)), strict=True)
+        )
+        self._timesteps = tuple((timestep(video), timestep(audio)) for video, audio in self._sigmas[:-1])
+        self._layout = model.dense_layout(
+            clip.num_frames, token_tags.to(device), latent_size(clip.height), latent_size(clip.width)
+        )
+        with adapters.using(mix):
+            self._text = model.refine_text(context.to(device))
+            self._modulation = modulation_table(model.transformer, self._timesteps)
+        finish_forward(device)
+
+    def step(self) -> None:
+        """Runs one forward and moves the latents on. One that fails changes nothing."""
+        timesteps = self._timesteps[self.num_done]
+        with self._adapters.using(self._mix):
+            velocity = self._model.forward_dense(
+                self._text, self.latents, timesteps, self._layout, self._modulation[distinct(*timesteps)]
+            )
+        sigmas, next_sigmas = self._sigmas[self.num_done], self._sigmas[self.num_done + 1]
+        euler_step(self.latents.video, velocity.video, sigmas[0], next_sigmas[0], out=self._next.video)
+        euler_step(self.latents.audio, velocity.audio, sigmas[1], next_sigmas[1], out=self._next.audio)
+        finish_forward(self._device)
+        self.latents, self._next = self._next, self.latents
+        self.num_done += 1
+
+
+class DenseSession:
+    """One dense clip: sampled as a whole, then handed out chunk by chunk like a streaming one."""
+
+    def __init__(self, sampler: DenseSampler) -> None:
+        self.clip = sampler.clip
+        self.num_noise_forwards = 0
+        self._chunks = chunk_table(sampler.clip.num_frames)
+        self._sampler: DenseSampler | None = sampler
+        self._latents: ChunkLatents | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the clip is there; its chunks then need neither weights nor device."""
+        return self._latents is not None
+
+    def sample(self, on_step: Callable[[int], None], cancelled: Cancelled) -> None:
+        """Samples the clip in `clip.steps` forwards; does nothing if it is there.
+
+        on_step: told the number of forwards done, after each.  cancelled: polled around every forward; VerbCancelled is
+        raised if it is true. A clip that was cancelled or failed goes on from the last forward done, to the same clip.
+        """
+        if self._sampler is None:
+            return
+        while self.num_noise_forwards < self.clip.steps:
+            poll(cancelled)
+            self._sampler.step()
+            self.num_noise_forwards = self._sampler.num_done
+            on_step(self.num_noise_forwards)
+        self._latents = ChunkLatents(self._sampler.latents.video.cpu(), self._sampler.latents.audio.cpu())
+        self._sampler = None  # the decoder needs its memory
+        poll(cancelled)
+
+    def chunk(self, index: int) -> ChunkLatents:
+        """A chunk of the finished clip, float32 on the host: any chunk, as often as asked.
+
+        Raises InvalidRequestError for a chunk that does not exist, UnsupportedError before the clip is sampled.
+        """
+        if not 0 <= index < len(self._chunks):
+            raise InvalidRequestError(f"chunk {index} does not exist; the clip has chunks 0 to {len(self._chunks) - 1}")
+        if self._latents is None:
+            raise UnsupportedError(f"chunk {index} is not there yet: sample the dense clip first, as a whole")
+        return self._latents.of(self._chunks[index])
+
+
+def euler_step(x_t: Tensor, velocity: Tensor, sigma: float, next_sigma: float, *, out: Tensor) -> None:
+    """Writes `r x_t + (1 - r) x0` to `out`, with `x0 = x_t + sigma v` and `r = next_sigma / sigma`, all in float32.
+
+    velocity: `x0 - eps`; overwritten.  sigma, next_sigma: float32 values.
+    The sigma of x0 is taken back from the timestep that the model was fed, `1 - (1 - sigma)`, which differs from the
+    grid's by a rounding: with that, and the blend in place of `x_t + (sigma - next_sigma) v`, the bits on a CPU are
+    those of diffusers' scheduler.
+    """
+    ratio = float32(next_sigma / sigma)
+    x0 = velocity.mul_(float32(1 - timestep(sigma))).add_(x_t)
+    torch.mul(x_t, ratio, out=out).add_(x0.mul_(float32(1 - ratio)))
