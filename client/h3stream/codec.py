@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from h3stream import events, job
 from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.events import Event, Plan
-from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.job import AdapterInfo, Job, ModelPart, ServerInfo
 from h3stream.mirror import Mirror
 from h3stream.request import (
     KV_STORAGES,
@@ -220,6 +220,16 @@ def server_info_from_proto(message: video_pb2.GetServerInfoResponse) -> ServerIn
     """The server's facts of a message."""
     info: ServerInfo = _MIRROR.from_message(message)
     return info
+
+
+def model_part_to_proto(part: ModelPart) -> types_pb2.ModelPart:
+    """The wire form of a part of a model."""
+    return _MIRROR.to_message(part, types_pb2.ModelPart)
+
+
+def adapter_to_proto(adapter: AdapterInfo) -> types_pb2.AdapterInfo:
+    """The wire form of an adapter's facts."""
+    return _MIRROR.to_message(adapter, types_pb2.AdapterInfo)
 
 
 def adapters_from_proto(message: video_pb2.ListAdaptersResponse) -> tuple[AdapterInfo, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,19 @@ class Checkpoint:
 
     def dtypes(self) -> tuple[str, ...]:
         """Dtypes of the tensors, those with most bytes first."""
-        counted: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            counted[tensor.info.dtype] += tensor.info.num_bytes
-        return tuple(dtype for dtype, _ in counted.most_common())
+        return data_types(self.tensors.values())
 
     def digests(self) -> dict[str, str]:
         """File name to `sampled_digest`."""
         return {header.path.name: sampled_digest(header) for header in self.headers}
+
+
+def data_types(tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
+    """Dtypes of some tensors, those with most bytes first."""
+    counted: Counter[str] = Counter()
+    for tensor in tensors:
+        counted[tensor.info.dtype] += tensor.info.num_bytes
+    return tuple(dtype for dtype, _ in counted.most_common())
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

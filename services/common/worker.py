@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from grpc import aio
 
+from h3stream.codec import adapter_to_proto, model_part_to_proto
+from h3stream.job import AdapterInfo, ModelPart
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
 from services.common.residency import DeviceWeights
 from services.common.verbs import VerbRunner
@@ -51,6 +53,8 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
     def __init__(self, served: ServedWorker) -> None:
         self._worker = served.worker
         self._runner = served.runner
+        self._parts: tuple[ModelPart, ...] = getattr(served.worker, "parts", ())
+        self._adapters: tuple[AdapterInfo, ...] = getattr(served.worker, "adapters", ())
         self._versions = {name: metadata.version(name) for name in served.libraries}
 
     async def Describe(self, request: workers_pb2.DescribeRequest, context: Any) -> workers_pb2.DescribeResponse:
@@ -63,6 +67,8 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
             weight_digests=self._worker.weight_digests,
             library_versions=self._versions,
             session_ids=self._worker.session_ids(),
+            parts=map(model_part_to_proto, self._parts),
+            adapters=map(adapter_to_proto, self._adapters),
         )
 
     async def EnterPhase(self, request: workers_pb2.EnterPhaseRequest, context: Any) -> workers_pb2.EnterPhaseResponse:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from h3stream.errors import ConfigError
+from h3stream.job import AdapterInfo, ModelPart
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
 from services.common.config import WorkerConfig
 from services.common.ledger import ResidencyLedger, read_ledger
@@ -35,6 +36,25 @@ class LinearWorker:
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
         self.weights = DeviceWeights([nn.Linear(2, 3)], torch.device("cpu"), ledger)
         self.weight_digests = {"transformer/model.safetensors": "ab" * 32}
+        self.parts = (ModelPart("dit", "official", "transformer", "BF16, F32", 9, 22),)
+        self.adapters = (
+            AdapterInfo(
+                name="raven",
+                file_name="raven.safetensors",
+                sha256="cd" * 32,
+                format="raven",
+                min_rank=128,
+                max_rank=128,
+                min_alpha=64.0,
+                max_alpha=64.0,
+                num_bound_modules=1,
+                num_modules=1,
+                num_parameters=640,
+                default_strength=1.0,
+                is_streaming=True,
+                partition="fl2va",
+            ),
+        )
 
     def session_ids(self) -> list[str]:
         return ["job-1"]
@@ -70,6 +90,15 @@ async def test_a_worker_tells_what_it_is_and_what_it_holds(process: WorkerProces
     assert answer.weight_digests == {"transformer/model.safetensors": "ab" * 32}
     assert answer.library_versions == {"torch": torch.__version__}
     assert list(answer.session_ids) == ["job-1"]
+    (part,), (adapter,) = answer.parts, answer.adapters
+    assert (part.layout, part.source, part.data_types, part.num_parameters) == (
+        "official",
+        "transformer",
+        "BF16, F32",
+        9,
+    )
+    assert (adapter.name, adapter.min_alpha, adapter.is_streaming) == ("raven", 64.0, True)
+    assert not adapter.HasField("trained_steps")
 
 
 async def test_phases_are_entered_and_left_over_the_wire(process: WorkerProcess, config: WorkerConfig) -> None:
