@@ -6,9 +6,9 @@ off later cannot end the process, and the tensors can be pinned.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def load_parameters(
-    tensors: dict[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
     key_map: KeyMap,
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> dict[str, Tensor]:
@@ -47,23 +47,19 @@ def load_parameters(
     parameters: dict[str, Tensor] = {}
     for key, stored in read_tensors(wanted):
         rule = key_map[key]
-        for target, rows in zip(rule.targets, split_rows(rule, stored), strict=True):
-            # A part of the stored tensor is copied: as a view it would keep the whole of it alive.
-            is_part = rows is not stored and rows.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
-            parameters[target] = rows.to(dtype_of(target) or rows.dtype, copy=is_part).contiguous()
-        del stored, rows  # before the next one is read
+        # All parameters of a published tensor run in one dtype.
+        dtype = dtype_of(rule.targets[0])
+        parameters.update(zip(rule.targets, split_rows(rule, stored, dtype), strict=True))
+        del stored  # before the next one is read
     return parameters
 
 
-def read_tensors(tensors: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Reads tensors one by one, in the order given, each file opened once. Raises CheckpointError."""
-    with ExitStack() as files:
-        descriptors: dict[str, int] = {}
-        for key, stored in tensors.items():
-            name = str(stored.path)
-            if name not in descriptors:
-                descriptors[name] = files.enter_context(open_file(stored.path))
-            yield key, _read(descriptors[name], key, stored)
+def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Reads tensors one by one, in the order given; one file at a time is open. Raises CheckpointError."""
+    for path, group in itertools.groupby(tensors.items(), lambda item: item[1].path):
+        with open_file(path) as fd:
+            for key, stored in group:
+                yield key, _read(fd, key, stored)
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
@@ -72,19 +68,24 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     return tensor
 
 
-def split_rows(rule: Rule, stored: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a stored tensor `[rows, ...]` as the rule's parameters hold them; views where that is possible."""
+def split_rows(rule: Rule, stored: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The parameters of a rule from its stored tensor `[rows, ...]`, each contiguous.
+
+    dtype: theirs; None keeps the stored one. Only a tensor that needs no change is returned as it is; all others are
+    new, so none of them keeps the stored one alive. Nothing else is allocated.
+    """
+    dtype = dtype or stored.dtype
     match rule.rows:
         case Rows.SAME:
-            return (stored,)
+            return (stored.to(dtype),)
         case Rows.STACKED:
-            return stored.chunk(len(rule.targets))
+            return tuple(_copied((part,), dtype) for part in stored.chunk(len(rule.targets)))
         case Rows.PER_HEAD:
             heads = stored.unflatten(0, (rule.num_heads, len(rule.targets), -1))
-            return tuple(heads[:, index].flatten(0, 1) for index in range(len(rule.targets)))
+            return tuple(_copied(heads[:, index].unbind(0), dtype) for index in range(len(rule.targets)))
         case Rows.SWAPPED_HALVES:
             first, second = stored.chunk(2)
-            return (torch.cat((second, first)),)
+            return (_copied((second, first), dtype),)
 
 
 def join_rows(rule: Rule, parameters: Iterable[Tensor]) -> Tensor:
@@ -102,6 +103,15 @@ def join_rows(rule: Rule, parameters: Iterable[Tensor]) -> Tensor:
             return split_rows(rule, given[0])[0]
 
 
+def _copied(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The rows of all parts in one new tensor."""
+    first = parts[0]
+    whole = torch.empty((sum(len(part) for part in parts), *first.shape[1:]), dtype=dtype, device=first.device)
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        rows.copy_(part)
+    return whole
+
+
 def _read(fd: int, key: str, stored: StoredTensor) -> Tensor:
     info = stored.info
     if info.dtype not in DTYPES:
@@ -110,7 +120,7 @@ def _read(fd: int, key: str, stored: StoredTensor) -> Tensor:
     buffer: Any = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     position = 0
     while position < info.num_bytes:
-        count = os.preadv(fd, [buffer[position:]], info.start + position)
+        count = os.preadv(fd, [buffer[position:]], info.start + position)  # open_file translates what it raises
         if count == 0:
             raise CheckpointError(f"{stored.path} has changed: it ends within {key!r}")
         position += count
