@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -29,15 +30,15 @@ def part_path(model_directory: Path | None, part: Part, override: Path | None = 
     """
     setting = part.replace("_", "-")
     if override is not None:
-        if not override.exists():
+        if not os.path.exists(override):
             raise ConfigError(f"{part}: {override} does not exist")
         return override
     if model_directory is None:
         raise ConfigError(f"{part} is not set: give --{setting} PATH, or --model DIR with all parts")
     for folder in FOLDERS[part]:
         path = model_directory / folder
-        if path.is_dir() and (
-            part != "tokenizer" or folder == "tokenizer" or (path / "tokenizer_config.json").exists()
+        if os.path.isdir(path) and (
+            part != "tokenizer" or folder == "tokenizer" or os.path.exists(path / "tokenizer_config.json")
         ):
             return path
     raise ConfigError(f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH")

@@ -7,12 +7,14 @@ table; what a rule does to rows is in `services/common/weights.py`.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from services.checkpoints.printable import printable
 from services.checkpoints.source import StoredTensor
 
 
@@ -62,7 +64,8 @@ def problems(
 ) -> list[str]:
     """Everything that is wrong with the tensors of a checkpoint, one sentence for each kind of fault.
 
-    shapes: of the parameters that must come out.  dtypes_of: the dtypes that a parameter may be stored in.
+    shapes: of the parameters that must come out, as far as they are known.
+    dtypes_of: the dtypes that a parameter may be stored in.
     is_unread: whether a key without a rule belongs to a part of the model that is left in the file.
     """
     faults = []
@@ -77,7 +80,7 @@ def problems(
         if not rule.targets or key not in found:
             continue
         info = found[key].info
-        if info.shape != (expected := stored_shape(rule, shapes)):
+        if shapes.keys() >= set(rule.targets) and info.shape != (expected := stored_shape(rule, shapes)):
             wrong[f"of shape {list(info.shape)}, expected {list(expected)}"].append(key)
         if info.dtype not in (allowed := dtypes_of(rule.targets[0])):
             wrong[f"{info.dtype}, expected {' or '.join(allowed)}"].append(key)
@@ -85,35 +88,40 @@ def problems(
     return faults
 
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]*)(?![0-9])")
+"""Numbers that are counted; one with leading zeros is a word, for it would be told like the one without."""
+_MAX_TOLD = 200
+"""Most names in a message. A published layout with every key wrong is told in 60."""
+
+_MAX_RANGES = 64
+"""Most ranges in a name; no published layout has so many numbers in one place."""
 
 
 def summary(keys: Iterable[str]) -> str:
-    """Every key, those that differ in numbers alone told together: `blocks.{0-49}.norm1.weight`."""
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
+    """Every key, those that differ in numbers alone told together: `blocks.{0-49}.norm1.weight`.
+
+    Of keys that have nothing in common only some are told, as many as anybody would read.
+    """
+    groups: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for key in keys:
-        pieces = _NUMBER.split(key[:200])
-        groups[tuple(pieces[::2])].append(tuple(int(number) for number in pieces[1::2]))
-    return ", ".join(_told(words, numbers) for words, numbers in sorted(groups.items()))
+        pieces = _NUMBER.split(printable(key))
+        groups[tuple(pieces[::2])].add(tuple(int(number) for number in pieces[1::2]))
+    told = list(itertools.islice(_told(groups), _MAX_TOLD + 1))
+    return ", ".join(told[:_MAX_TOLD]) + (", and others" if len(told) > _MAX_TOLD else "")
 
 
-def _told(words: tuple[str, ...], numbers: list[tuple[int, ...]]) -> str:
-    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    # Only a full grid can be told by its columns: {0-49} x {1, 2} names a hundred keys.
-    if len(set(numbers)) != _product(columns):
-        return ", ".join("".join(_woven(words, map(str, row))) for row in sorted(set(numbers)))
-    return "".join(_woven(words, (_ranges(column) for column in columns)))
+def _told(groups: Mapping[tuple[str, ...], set[tuple[int, ...]]]) -> Iterator[str]:
+    for words, numbers in sorted(groups.items()):
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        # Only a full grid can be told by its columns: {0-49} x {1, 2} names a hundred keys.
+        if len(numbers) == math.prod(map(len, columns)):
+            yield _woven(words, (_ranges(column) for column in columns))
+        else:
+            yield from (_woven(words, map(str, row)) for row in sorted(numbers))
 
 
-def _product(columns: list[list[int]]) -> int:
-    count = 1
-    for column in columns:
-        count *= len(column)
-    return count
-
-
-def _woven(words: tuple[str, ...], numbers: Iterable[str]) -> Iterable[str]:
-    return (piece for pair in itertools.zip_longest(words, numbers, fillvalue="") for piece in pair)
+def _woven(words: tuple[str, ...], numbers: Iterable[str]) -> str:
+    return "".join(piece for pair in itertools.zip_longest(words, numbers, fillvalue="") for piece in pair)
 
 
 def _ranges(values: list[int]) -> str:
@@ -124,4 +132,4 @@ def _ranges(values: list[int]) -> str:
     for _, run in itertools.groupby(enumerate(values), key=lambda pair: pair[1] - pair[0]):
         members = [value for _, value in run]
         told.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return "{" + ",".join(told) + "}"
+    return "{" + ",".join(told[:_MAX_RANGES]) + (",…}" if len(told) > _MAX_RANGES else "}")

@@ -16,6 +16,8 @@ MAX_JSON_BYTES = 16 << 20
 """Largest configuration or index that is read."""
 MAX_FILES = 1000
 """Most weight files of one component."""
+MAX_HEADER_BYTES = 16 << 20
+"""Most bytes of headers of one component: a thousand files may not take a thousand times what one may."""
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
@@ -83,14 +85,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises CheckpointError for files that are not what they should be, a tensor that two files hold, and an index that
     names files elsewhere, files that are missing or tensors that are not where it says.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         headers: tuple[Header, ...] = (read_header(path),)
         return Checkpoint(path, headers, _merged(headers), has_index=False, config=None)
     indexed = _index(path)
-    files = sorted(set(indexed.values())) if indexed is not None else _weight_files(path)
+    files = sorted(set(indexed.values())) if indexed is not None else weight_files(path)
+    if not files:
+        raise CheckpointError(f"{path} holds no safetensors file")
     if len(files) > MAX_FILES:
         raise CheckpointError(f"{path} has {len(files)} weight files, at most {MAX_FILES} are accepted")
-    headers = tuple(read_header(path / name) for name in files)
+    missing = [name for name in files if not os.path.exists(path / name)]
+    if missing:
+        named = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise CheckpointError(f"{path} lacks {named}, which its index names")
+    headers = _read_headers(path, files)
     tensors = _merged(headers)
     if indexed is not None:
         _check_index(path, indexed, tensors)
@@ -118,22 +126,36 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(directory: Path) -> list[str]:
+def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that lie in a folder, sorted. Raises CheckpointError."""
+    return _named(directory, ".safetensors")
+
+
+def _named(directory: Path, suffix: str) -> list[str]:
     try:
-        files = sorted(entry.name for entry in directory.iterdir() if entry.name.endswith(".safetensors"))
+        names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-    if not files:
-        raise CheckpointError(f"{directory} holds no safetensors file")
-    return files
+    for name in names:
+        if not name.isprintable():  # it will stand in messages
+            raise CheckpointError(f"{directory} has a file whose name holds control characters, {name[:200]!r}")
+    return names
+
+
+def _read_headers(directory: Path, files: list[str]) -> tuple[Header, ...]:
+    headers = []
+    num_bytes = 0
+    for name in files:
+        headers.append(read_header(directory / name))
+        num_bytes += headers[-1].data_start
+        if num_bytes > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{directory}: the headers of its files have more than {MAX_HEADER_BYTES} bytes")
+    return tuple(headers)
 
 
 def _index(directory: Path) -> dict[str, str] | None:
     """Tensor to file name by the folder's index; None if it has none."""
-    try:
-        indexes = sorted(entry for entry in directory.iterdir() if entry.name.endswith(INDEX_SUFFIX))
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
+    indexes = [directory / name for name in _named(directory, INDEX_SUFFIX)]
     if not indexes:
         return None
     if len(indexes) > 1:
@@ -141,13 +163,12 @@ def _index(directory: Path) -> dict[str, str] | None:
     weight_map = read_json_object(indexes[0]).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{indexes[0]} is not a safetensors index: it has no weight_map")
-    for name in set(map(str, weight_map.values())):
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{indexes[0]} names no file for {key[:200]!r}")
         # A name with a separator could lead anywhere; `..` has none and leads up.
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if "/" in name or "\0" in name or not name.endswith(".safetensors") or not name.isprintable():
             raise CheckpointError(f"{indexes[0]} names {name[:200]!r}, which is no safetensors file of its folder")
-    missing = sorted(name for name in set(weight_map.values()) if not (directory / name).is_file())
-    if missing:
-        raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which its index names")
     return weight_map
 
 
