@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from typing import Any
 
 from core.budget import VIDEO_BIT_RATE
 from h3stream.errors import ConfigError
+from services.checkpoints.components import FOLDERS, Part
+from services.common.config import AdapterSource
 from services.common.listen import check_tcp_address
-from services.common.options import option_help
+from services.common.options import ADAPTER_SEPARATOR, add_flags, parse_values
+from services.dit.config import check_dit_layout
 
 ENVIRONMENT_PREFIX = "H3STREAM_"
 WORKER_TRANSPORTS = ("unix", "tcp")
@@ -23,11 +27,32 @@ WORKER_TRANSPORTS = ("unix", "tcp")
 class Settings:
     """Everything that two deployments may set differently."""
 
-    model: Path
-    """Model directory in the published diffusers layout."""
     data: Path
     """Directory for jobs: event logs, artifacts, the residency ledger. Unless set, `h3stream` in the user's own data
     directory."""
+    model: Path | None = None
+    """Model directory in the published diffusers layout or the official one. Not needed where every part is given by
+    itself."""
+    dit: Path | None = None
+    """File or folder of the DiT, in place of the model directory's."""
+    dit_layout: str = "auto"
+    """Layout of the DiT: "diffusers", "official" or "comfyui"; "auto" tells it from the names of its tensors and how
+    they are split over files. The official and ComfyUI's have the same names and shapes and differ in the order of
+    rows."""
+    video_vae: Path | None = None
+    """File or folder of the video VAE, in place of the model directory's."""
+    audio_vae: Path | None = None
+    """File or folder of the audio VAE, in place of the model directory's."""
+    text_encoder: Path | None = None
+    """File or folder of the text encoder, in place of the model directory's."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer, in place of the model directory's."""
+    adapter: tuple[AdapterSource, ...] = ()
+    """Adapter as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several times,
+    in the environment separated by semicolons, in a file as a list. NAME is what requests call it, else its file's
+    name; STRENGTH is what it has where a request does not say."""
+    allow_partial_adapters: bool = False
+    """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
     listen: str = "127.0.0.1:50051"
     """Address of VideoService, "HOST:PORT"; port 0 takes any free one."""
     insecure: bool = False
@@ -44,16 +69,13 @@ class Settings:
     """Jobs that may wait for a lane; the next one is refused."""
     kept_jobs: int = 64
     """Finished jobs whose events and artifacts are kept; the oldest is removed first."""
-    adapter: Path | None = None
-    """RAVEN adapter file; none: the only one in the model directory's `adapters/`."""
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
     drain_s: float = 30.0
     """How long running jobs may go on after SIGTERM before they are cancelled."""
 
     def __post_init__(self) -> None:
-        if not self.model.is_dir():
-            raise ConfigError(f"model: {self.model} is not a directory")
+        self._check_files()
         _at_least("threads", self.threads, 0)
         _at_least("lanes", self.lanes, 1)
         _at_least("max_queued_jobs", self.max_queued_jobs, 0)
@@ -63,9 +85,30 @@ class Settings:
             raise ConfigError(f"worker_transport is {self.worker_transport!r}; it must be one of {WORKER_TRANSPORTS}")
         check_tcp_address(self.listen, insecure=self.insecure)
 
+    @property
+    def parts(self) -> dict[Part, Path | None]:
+        """For each part of the model what is in place of the model directory's; None for the directory's own."""
+        return {part: getattr(self, part) for part in FOLDERS}
+
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""
-        return {name: str(value) for name, value in dataclasses.asdict(self).items() if value is not None}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        texts = {**values, "adapter": ADAPTER_SEPARATOR.join(map(str, self.adapter)) or None}
+        return {name: str(value) for name, value in texts.items() if value is not None}
+
+    def _check_files(self) -> None:
+        if self.model is None:
+            if missing := [f"--{part.replace('_', '-')}" for part, path in self.parts.items() if path is None]:
+                raise ConfigError(
+                    f"model is not set: give --model DIR or {ENVIRONMENT_PREFIX}MODEL, or every part by itself "
+                    f"(still missing: {', '.join(missing)})"
+                )
+        elif not self.model.is_dir():
+            raise ConfigError(f"model: {self.model} is not a directory")
+        for part, path in self.parts.items():
+            if path is not None and not os.path.exists(path):
+                raise ConfigError(f"{part}: {path} does not exist")
+        check_dit_layout(self.dit_layout)
 
 
 def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, argparse.Namespace]:
@@ -82,49 +125,31 @@ def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> t
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="stop when standard input closes (for an embedding program)"
     )
-    texts = option_help(Settings)
-    for field in dataclasses.fields(Settings):
-        text = texts.get(field.name)
-        name = f"--{field.name.replace('_', '-')}"
-        if field.type == "bool":
-            parser.add_argument(name, action="store_const", const="true", help=text)
-        else:
-            parser.add_argument(name, metavar=field.name.upper(), help=text)
+    add_flags(parser, Settings)
     flags = parser.parse_args(arguments)
 
-    values: dict[str, Any] = {}
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
-    for name in fields:
+    data_home = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    values: dict[str, Any] = {"data": data_home / "h3stream"}
+    names = [field.name for field in dataclasses.fields(Settings)]
+    for name in names:
         if (text := environment.get(ENVIRONMENT_PREFIX + name.upper())) is not None:
             values[name] = text
     if flags.config is not None:
-        values.update(_read_file(flags.config, fields.keys()))
-    values.update({name: value for name in fields if (value := getattr(flags, name)) is not None})
-    if "model" not in values:
-        raise ConfigError(f"model is not set: give --model DIR or {ENVIRONMENT_PREFIX}MODEL")
-    values.setdefault("data", Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "h3stream")
-    return Settings(**{name: _parse(name, str(fields[name].type), value) for name, value in values.items()}), flags
+        values.update(_read_file(flags.config, names))
+    values.update({name: value for name in names if (value := getattr(flags, name)) is not None})
+    return Settings(**parse_values(Settings, values)), flags
 
 
-def _read_file(path: Path, known: Any) -> dict[str, Any]:
+def _read_file(path: Path, known: Sequence[str]) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}") from error
     except ValueError as error:  # no TOML, or no UTF-8
         raise ConfigError(f"config file {path}: {error}") from error
-    if unknown := sorted(values.keys() - known):
+    if unknown := sorted(values.keys() - set(known)):
         raise ConfigError(f"config file {path}: unknown settings {unknown}; known are {sorted(known)}")
     return values
-
-
-def _parse(name: str, kind: str, value: Any) -> Any:
-    try:
-        if kind == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
-        return {"int": int, "float": float, "str": str}.get(kind, Path)(value)
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{name} is {value!r}, which is no {kind}") from None
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -145,9 +145,22 @@ class RayLane:
             "ledger": self._ledger,
         }
         return {
-            Worker.TEXT_ENCODER: TextEncoderConfig(**common),
-            Worker.DIT: DitConfig(adapter=settings.adapter, **common),
-            Worker.VAE: VaeConfig(video_bit_rate=settings.video_bit_rate, **common),
+            Worker.TEXT_ENCODER: TextEncoderConfig(
+                text_encoder=settings.text_encoder, tokenizer=settings.tokenizer, **common
+            ),
+            Worker.DIT: DitConfig(
+                dit=settings.dit,
+                dit_layout=settings.dit_layout,
+                adapters=settings.adapter,
+                allow_partial_adapters=settings.allow_partial_adapters,
+                **common,
+            ),
+            Worker.VAE: VaeConfig(
+                video_vae=settings.video_vae,
+                audio_vae=settings.audio_vae,
+                video_bit_rate=settings.video_bit_rate,
+                **common,
+            ),
         }
 
     def _address(self, worker: Worker) -> str:

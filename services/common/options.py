@@ -1,12 +1,51 @@
-"""What the settings of a process mean, for its `--help`: told once, below each field, and read from there."""
+"""The settings of a process as command-line flags, and texts as their values.
+
+What a setting means is told once, below its field, and read from there for `--help`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from h3stream.errors import ConfigError
+from services.common.config import AdapterSource
+
+ADAPTER_SEPARATOR = ";"
+"""Between adapters in one text. Not the colon that separates paths elsewhere: it precedes a strength."""
+
+_FLAGS = {"model_directory": "--model", "adapters": "--adapter"}
+"""Flags that are not their fields' names."""
+_ADAPTERS = "tuple[AdapterSource, ...]"
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
+    """Adds a flag for each field of a settings dataclass, under whose name its text is parsed; None if it is absent."""
+    texts = option_help(settings)
+    for field in dataclasses.fields(settings):
+        flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
+        options: dict[str, Any] = {"dest": field.name, "help": texts.get(field.name)}
+        if field.type == "bool":
+            parser.add_argument(flag, action="store_const", const="true", **options)
+        elif field.type == _ADAPTERS:
+            parser.add_argument(flag, action="append", metavar="[NAME=]PATH[:STRENGTH]", **options)
+        else:
+            parser.add_argument(flag, metavar=flag.removeprefix("--").replace("-", "_").upper(), **options)
+
+
+def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a settings dataclass's fields, each from a text or from what a configuration file has in its place.
+
+    Raises ConfigError, naming the setting, for what is no such value.
+    """
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(settings)}
+    return {name: _parse(name, kinds[name], value) for name, value in values.items()}
 
 
 def option_help(settings: type[Any]) -> dict[str, str]:
@@ -20,6 +59,46 @@ def option_help(settings: type[Any]) -> dict[str, str]:
         for field in dataclasses.fields(settings)
         if field.name in docs
     }
+
+
+def _parse(name: str, kind: str, value: Any) -> Any:
+    try:
+        return _PARSERS[kind](value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is {value!r}, which is no {kind.removesuffix(' | None')}") from None
+
+
+def _parse_bool(value: Any) -> bool:
+    try:
+        return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+def _parse_int(value: Any) -> int:
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise TypeError  # 2.5 in a configuration file is no 2
+    return int(value)
+
+
+def _parse_adapters(value: Any) -> tuple[AdapterSource, ...]:
+    texts = value.split(ADAPTER_SEPARATOR) if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"adapter is {value!r}; it must be a list of texts, each [NAME=]PATH[:STRENGTH]")
+    return tuple(AdapterSource.parse(text.strip()) for text in texts if text.strip())
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "bool": _parse_bool,
+    "int": _parse_int,
+    "float": float,
+    "str": str,
+    "str | None": str,
+    "Path": Path,
+    "Path | None": Path,
+    _ADAPTERS: _parse_adapters,
+}
+"""What makes the value of a field, by its type as it is written."""
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
@@ -41,5 +120,5 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def _with_default(text: str, default: object) -> str:
-    has_none = default is dataclasses.MISSING or default is None or default is False
+    has_none = default is dataclasses.MISSING or default is None or default is False or default == ()
     return text if has_none else f"{text} Default: {default}."

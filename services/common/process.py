@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import importlib
 import logging
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +18,7 @@ from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
 from services.common.config import WorkerConfig
 from services.common.listen import check_tcp_address
-from services.common.options import option_help
+from services.common.options import add_flags, parse_values
 from services.common.rpc import RpcServer
 from services.common.worker import ServedWorker, WorkerServicer
 
@@ -68,21 +65,15 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
         action="store_true",
         help="Allow listening beyond loopback although callers are not authenticated.",
     )
-    texts = option_help(config_class)
-    for spec in dataclasses.fields(config_class):
-        text = texts.get(spec.name)
-        if spec.name == "model_directory":
-            parser.add_argument("--model", dest=spec.name, type=Path, required=True, metavar="DIR", help=text)
-        else:
-            kind: Any = {"int": int, "float": float, "Path | None": Path}.get(str(spec.type), str)
-            parser.add_argument(f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default, help=text)
+    add_flags(parser, config_class)
     arguments = vars(parser.parse_args())
     listen, insecure = arguments.pop("listen"), arguments.pop("insecure")
+    given = {name: value for name, value in arguments.items() if value is not None}
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         if not listen.startswith("unix:"):
             check_tcp_address(listen, insecure=insecure)
-        asyncio.run(_serve(package, config_class(**arguments), listen))
+        asyncio.run(_serve(package, config_class(**parse_values(config_class, given)), listen))
     except StartupError as error:
         sys.exit(f"{package}: {error}")
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h3stream.errors import ConfigError
-from services.common.config import WorkerConfig
+from services.common.config import AdapterSource, WorkerConfig
 
 COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
+DIT_LAYOUTS = ("auto", "diffusers", "official", "comfyui")
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,27 @@ class DitConfig(WorkerConfig):
     compute_dtype: str = "auto"
     """Precision of the block stack: "bfloat16" or "float32"; "auto" takes the precision it is stored in. The five
     modules that the checkpoint keeps in float32 stay there."""
-    adapter: Path | None = None
-    """The RAVEN adapter. None: the only safetensors file in the model directory's `adapters/`."""
+    dit: Path | None = None
+    """File or folder of the DiT, in place of the model directory's."""
+    dit_layout: str = "auto"
+    """Layout of the DiT: "diffusers", "official" or "comfyui"; "auto" tells it from the names of its tensors and how
+    they are split over files. The official and ComfyUI's have the same names and shapes and differ in the order of
+    rows."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Adapter as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several times.
+    NAME is what requests call it, else its file's name; STRENGTH is what it has where a request does not say."""
+    allow_partial_adapters: bool = False
+    """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute_dtype is {self.compute_dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
+        check_dit_layout(self.dit_layout)
+        self._require("dit")
+
+
+def check_dit_layout(layout: str) -> None:
+    """Raises ConfigError for a layout that a DiT cannot have."""
+    if layout not in DIT_LAYOUTS:
+        raise ConfigError(f"dit_layout is {layout!r}; it must be one of {', '.join(DIT_LAYOUTS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from h3stream.errors import ConfigError
 from services.common.config import WorkerConfig
@@ -19,6 +20,10 @@ class TextEncoderConfig(WorkerConfig):
     embedding_cache_bytes: int = 256 * 1024 * 1024
     """Host memory for the hidden states of earlier prompts; 0 remembers nothing. A token of the published model takes
     10 KiB, so this default holds about 26 thousand tokens."""
+    text_encoder: Path | None = None
+    """File or folder of the text encoder, in place of the model directory's."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer, in place of the model directory's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,3 +31,5 @@ class TextEncoderConfig(WorkerConfig):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.embedding_cache_bytes < 0:
             raise ConfigError(f"embedding_cache_bytes is {self.embedding_cache_bytes}; it must be 0 or more")
+        self._require("text_encoder")
+        self._require("tokenizer")

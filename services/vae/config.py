@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from core.budget import VIDEO_BIT_RATE
 from h3stream.errors import ConfigError
@@ -22,6 +23,10 @@ class VaeConfig(WorkerConfig):
     """Bits per second of the H.264 track, on average and at most over the encoder's buffer."""
     video_encoder: str | None = None
     """Name of the only H.264 encoder to use; None takes the first that works here."""
+    video_vae: Path | None = None
+    """File or folder of the video VAE, in place of the model directory's."""
+    audio_vae: Path | None = None
+    """File or folder of the audio VAE, in place of the model directory's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,3 +34,5 @@ class VaeConfig(WorkerConfig):
             raise ConfigError(f"video_dtype is {self.video_dtype!r}; it must be one of {', '.join(VIDEO_DTYPES)}")
         if not 100_000 <= self.video_bit_rate <= 100_000_000:
             raise ConfigError(f"video_bit_rate is {self.video_bit_rate}; it must be 100000 to 100000000 bits a second")
+        self._require("video_vae")
+        self._require("audio_vae")

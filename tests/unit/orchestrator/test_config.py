@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from h3stream.errors import ConfigError
 from orchestrator.config import Settings, load_settings
+from services.common.config import AdapterSource
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
@@ -25,6 +27,61 @@ def test_the_data_directory_defaults_to_the_users_own(tmp_path: Path) -> None:
 def test_a_model_must_be_named() -> None:
     with pytest.raises(ConfigError, match="--model DIR or H3STREAM_MODEL"):
         load_settings([], {})
+
+
+PARTS = ("dit", "video_vae", "audio_vae", "text_encoder", "tokenizer")
+
+
+def test_parts_given_by_themselves_need_no_model_directory(tmp_path: Path) -> None:
+    for name in PARTS:
+        (tmp_path / name).touch()
+    flags = [f"--{name.replace('_', '-')}={tmp_path / name}" for name in PARTS]
+    settings, _ = load_settings(flags, {})
+    assert settings.model is None
+    assert settings.parts == {name: tmp_path / name for name in PARTS}
+    with pytest.raises(ConfigError, match=r"every part by itself \(still missing: --video-vae, --tokenizer\)"):
+        load_settings([flags[0], *flags[2:4]], {})
+    settings, _ = load_settings(flags[1:], {"H3STREAM_DIT": str(tmp_path), "H3STREAM_DIT_LAYOUT": "comfyui"})
+    assert (settings.dit, settings.dit_layout) == (tmp_path, "comfyui")
+
+
+def test_a_part_may_replace_the_model_directory_s(tmp_path: Path) -> None:
+    settings, _ = load_settings(["--model", str(tmp_path), "--dit", str(tmp_path)], {})
+    assert settings.parts == {name: tmp_path if name == "dit" else None for name in PARTS}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: {tmp_path}/gone does not exist"):
+        load_settings(["--model", str(tmp_path), f"--{name.replace('_', '-')}", str(tmp_path / "gone")], {})
+
+
+def test_adapters_come_from_the_environment_a_file_or_flags_as_a_whole(tmp_path: Path) -> None:
+    a, b = (tmp_path / name for name in ("a.safetensors", "b.safetensors"))
+    for path in (a, b):
+        path.touch()
+    file = tmp_path / "h3stream.toml"
+    file.write_text(f"adapter = ['{b}', 'turbo={a}:0.5']\nallow_partial_adapters = true\n")
+    model = ["--model", str(tmp_path)]
+    settings, _ = load_settings(model, {"H3STREAM_ADAPTER": f"{a};b={b}:2"})
+    assert settings.adapter == (AdapterSource("a", a), AdapterSource("b", b, 2.0))
+    assert not settings.allow_partial_adapters
+    settings, _ = load_settings([*model, "--config", str(file)], {"H3STREAM_ADAPTER": str(a)})
+    assert settings.adapter == (AdapterSource("b", b), AdapterSource("turbo", a, 0.5))
+    assert settings.allow_partial_adapters
+    settings, _ = load_settings([*model, "--config", str(file), "--adapter", f"x={a}", "--adapter", str(b)], {})
+    assert settings.adapter == (AdapterSource("x", a), AdapterSource("b", b))
+
+
+def test_settings_are_told_as_texts_and_those_that_are_not_set_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    settings, _ = load_settings(["--model", str(tmp_path), "--data", str(tmp_path)], {})
+    told = settings.public()
+    assert (told["model"], told["allow_partial_adapters"], told["threads"]) == (str(tmp_path), "False", "0")
+    assert not {"dit", "adapter"} & told.keys()
+    sources = (AdapterSource("a", tmp_path / "a", 0.5), AdapterSource("b", tmp_path / "a"))
+    told = dataclasses.replace(settings, adapter=sources).public()
+    assert told["adapter"] == f"a={tmp_path / 'a'}:0.5;b={tmp_path / 'a'}"
 
 
 def test_an_unknown_setting_in_the_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -51,6 +108,8 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:70000"], "must be HOST:PORT"),
         (["--listen", "127.0.0.1:²"], "must be HOST:PORT"),
         (["--worker-transport", "pigeon"], "worker_transport is 'pigeon'"),
+        (["--dit-layout", "gguf"], "dit_layout is 'gguf'; it must be one of auto, diffusers, official, comfyui"),
+        (["--adapter", "turbo=/nowhere"], "adapter turbo=/nowhere: /nowhere does not exist"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_rule(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from h3stream.errors import ConfigError
 from orchestrator.config import Settings
-from services.common.config import WorkerConfig
-from services.common.options import option_help
+from services.common.config import AdapterSource, WorkerConfig
+from services.common.options import add_flags, option_help, parse_values
 from services.dit.config import DitConfig
 from services.text_encoder.config import TextEncoderConfig
 from services.vae.config import VaeConfig
@@ -44,3 +47,71 @@ def test_a_class_without_source_has_no_help() -> None:
 @pytest.mark.parametrize("settings", [Settings, WorkerConfig, DitConfig, TextEncoderConfig, VaeConfig])
 def test_every_setting_of_every_process_is_told(settings: type[object]) -> None:
     assert option_help(settings).keys() == {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Everything:
+    """A setting of each kind."""
+
+    a_bool: bool = False
+    a_count: int = 0
+    a_rate: float = 0.0
+    a_word: str = ""
+    another: str | None = None
+    a_path: Path | None = None
+    model_directory: Path | None = None
+    adapters: tuple[AdapterSource, ...] = ()
+
+
+def parse(*arguments: str) -> Everything:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Everything)
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    return Everything(**parse_values(Everything, given))
+
+
+def test_every_kind_of_setting_has_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    x = str(tmp_path / "x")
+    assert parse() == Everything()
+    assert parse(
+        "--a-bool", *("--a-count", "3"), *("--a-rate", "2.5"), *("--a-word", "w"), *("--another", "v"),
+        *("--a-path", "p"), *("--model", "m"), *("--adapter", f"turbo={x}:2"), *("--adapter", x),
+    ) == Everything(
+        True, 3, 2.5, "w", "v", Path("p"), Path("m"),
+        (AdapterSource("turbo", Path(x), 2.0), AdapterSource("x", Path(x))),
+    )  # fmt: skip
+
+
+def test_adapters_of_one_text_are_separated_by_semicolons(tmp_path: Path) -> None:
+    for name in "xy":
+        (tmp_path / name).touch()
+    x, y = AdapterSource("x", tmp_path / "x"), AdapterSource("y", tmp_path / "y", 0.5)
+    for text, expected in (("", ()), (f"{x}", (x,)), (f" {x} ; {y};", (x, y))):
+        assert parse_values(Everything, {"adapters": text}) == {"adapters": expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("a_bool", "yes", "a_bool is 'yes', which is no bool"),
+        ("a_count", "many", "a_count is 'many', which is no int"),
+        ("a_count", 2.5, "a_count is 2.5, which is no int"),
+        ("a_count", True, "a_count is True, which is no int"),
+        ("a_rate", "fast", "a_rate is 'fast', which is no float"),
+        ("a_path", 5, "a_path is 5, which is no Path"),
+        ("adapters", 5, "adapter is 5; it must be a list of texts"),
+        ("adapters", ["x", 5], r"adapter is \['x', 5\]; it must be a list of texts"),
+    ],
+)
+def test_a_value_of_another_kind_is_told_by_name(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_values(Everything, {name: value})
+
+
+@pytest.mark.parametrize("settings", [Settings, WorkerConfig, DitConfig, TextEncoderConfig, VaeConfig])
+def test_every_setting_of_every_process_can_be_given_as_a_flag(settings: type[object]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, settings)
+    fields = {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
+    assert vars(parser.parse_args([])) == dict.fromkeys(fields)

@@ -144,7 +144,21 @@ def test_listening_beyond_loopback_needs_the_flag_that_says_insecure(tmp_path: P
         assert result.returncode == 1
         ends[flags] = result.stderr.splitlines()[-1]
     assert ends[()].startswith("services.vae: listen is '0.0.0.0:0': callers are not authenticated")
-    assert ends[("--insecure",)].endswith("vae/config.json is missing")
+    assert ends[("--insecure",)].endswith("; give --video-vae PATH")
+
+
+def test_a_part_that_is_nowhere_ends_the_process_with_one_line_that_names_its_flag() -> None:
+    command = [sys.executable, "-m", "services.dit"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == "services.dit: dit is not set: give --dit PATH, or --model DIR with all parts\n"
+
+
+def test_a_value_of_another_kind_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.vae", "--model", str(tmp_path), "--threads", "many"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == "services.vae: threads is 'many', which is no int\n"
 
 
 def test_a_negative_number_of_threads_is_a_wrong_setting(tmp_path: Path) -> None:
