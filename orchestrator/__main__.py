@@ -16,11 +16,13 @@ from typing import Any, TextIO
 
 from h3stream.errors import ConfigError, StartupError
 from h3stream.v1 import video_pb2_grpc
+from orchestrator.admission import AdapterFacts
 from orchestrator.config import Settings, load_settings
 from orchestrator.lane import Lane, LaneHost
 from orchestrator.model_info import ModelInfo, read_model_info
 from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from services.checkpoints.adapter_registry import read_registry
 from services.common.rpc import RpcServer
 
 log = logging.getLogger("orchestrator")
@@ -40,7 +42,8 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     stop = StopSignal(exit_with_parent)
     log.info("settings: %s", settings)
-    model = read_model_info(settings.model)
+    model = read_model_info(settings.model, settings.parts)
+    adapters = read_registry(settings.adapter, settings.model)
     with (
         _take_data_directory(settings.data),
         # Sockets and Ray's own files, in a directory that only this user can enter. Ray's last processes may still be
@@ -55,7 +58,7 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         try:
             stop.listen()  # again: Ray has put handlers of its own in place
             hosts = [RayLane(settings, Path(runtime), index) for index in range(settings.lanes)]
-            await serve_lanes(settings, model, stop, hosts)
+            await serve_lanes(settings, model, adapters, stop, hosts)
         finally:
             cluster.stop()
 
@@ -88,7 +91,13 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
-async def serve_lanes(settings: Settings, model: ModelInfo, stop: StopSignal, hosts: Sequence[LaneHost]) -> None:
+async def serve_lanes(
+    settings: Settings,
+    model: ModelInfo,
+    adapters: Sequence[AdapterFacts],
+    stop: StopSignal,
+    hosts: Sequence[LaneHost],
+) -> None:
     """Serves on the lanes of these hosts until told to stop, also while they start. Raises StartupError."""
     scheduler = Scheduler(
         [Lane(host) for host in hosts],
@@ -98,7 +107,8 @@ async def serve_lanes(settings: Settings, model: ModelInfo, stop: StopSignal, ho
     )
     # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
     server = RpcServer((SERVICE_NAME,))
-    video_pb2_grpc.add_VideoServiceServicer_to_server(VideoServicer(scheduler, model, settings), server.server)
+    servicer = VideoServicer(scheduler, model, adapters, settings)
+    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
     address = await server.start(settings.listen, serving=False)
     try:
         if await stop.comes_before(scheduler.start()):

@@ -3,38 +3,108 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
-from core.request import clip_violations, clip_warnings, prompt_violations
+from core.request import ADAPTER_NAME, Violation, clip_violations, clip_warnings, prompt_violations
 from h3stream.codec import clip_spec_to_proto
-from h3stream.request import ClipSpec, GenerateRequest
+from h3stream.errors import UnsupportedError
+from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
 from services.common.refusal import refuse
 
-
-def resolve(request: GenerateRequest, defaults: ClipSpec) -> ClipSpec:
-    """The request with the server's defaults for what it leaves out; nothing that is set is changed."""
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(ClipSpec)}
-    given = {name: value for name, value in values.items() if value is not None}
-    if request.window == "all":
-        given["window"] = None
-    return dataclasses.replace(defaults, **given)
+STREAMING_STRENGTH = 1.0
+"""Streaming was distilled into its adapter: it is always on, at this strength."""
+STREAMING_FIELDS = ("sink", "window", "kv_storage")
+"""Fields of a request that only a clip with a KV cache has."""
 
 
-def check(prompt: str, clip: ClipSpec) -> None:
-    """Raises InvalidRequestError with every violation of a request whose defaults are filled in."""
-    refuse([*prompt_violations(prompt), *clip_violations(clip)])
+class AdapterFacts(Protocol):
+    """What admission must know of an adapter in the registry."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it."""
+
+    @property
+    def default_strength(self) -> float:
+        """Strength it has where a request does not say."""
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether it is the adapter that streaming needs."""
+
+    @property
+    def trained_steps(self) -> int | None:
+        """Noise forwards it was trained for; None if unknown."""
+
+    @property
+    def trained_video_shift(self) -> float | None:
+        """Shift of the video sigma grid it was trained with; None if unknown."""
+
+    @property
+    def trained_audio_shift(self) -> float | None:
+        """Shift of the audio sigma grid it was trained with; None if unknown."""
 
 
-def make_plan(clip: ClipSpec, model: ModelInfo, video_bits_per_second: int) -> video_pb2.Plan:
-    """What a checked clip makes, in full."""
+Registry = Mapping[str, AdapterFacts]
+"""Adapters by their names."""
+
+
+def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[AdapterFacts]) -> ClipSpec:
+    """The checked clip of a request: what it leaves out is filled in, what it says is not changed.
+
+    adapters: the registry.  Raises InvalidRequestError with every violation, UnsupportedError if nothing here can
+    stream.
+    """
+    registry = {adapter.name: adapter for adapter in adapters}
+    is_dense = request.mode == "dense"
+    defaults = model.default_dense_clip if is_dense else model.default_clip
+    values: dict[str, Any] = _trained_into(request.adapters, registry) if is_dense else {}
+    values |= {
+        field.name: value
+        for field in dataclasses.fields(ClipSpec)
+        if (value := getattr(request, field.name)) is not None and not (is_dense and field.name in STREAMING_FIELDS)
+    }
+    if values.get("window") == "all":
+        values["window"] = None
+    # All that are named, known or not, so that a violation's position is the request's.
+    values["adapters"] = tuple(_use(choice, registry, is_dense) for choice in request.adapters)
+    clip = dataclasses.replace(defaults, **values)
+    refuse(
+        [
+            *prompt_violations(request.prompt),
+            *clip_violations(clip),
+            *(_dense_violations(request) if is_dense else ()),
+            *_registry_violations(request.adapters, registry, is_dense),
+        ]
+    )
+    if is_dense:
+        return clip
+    if not any(adapter.is_streaming for adapter in adapters):
+        raise UnsupportedError(
+            "this server has no streaming adapter, so it can make dense clips only: ask for mode dense, or start it "
+            "with --adapter PATH of the RAVEN adapter or with that file in the model directory's adapters folder"
+        )
+    further = tuple(use for use in clip.adapters if not registry[use.name].is_streaming)
+    return dataclasses.replace(clip, adapters=further)
+
+
+def make_plan(
+    clip: ClipSpec, model: ModelInfo, adapters: Sequence[AdapterFacts], video_bits_per_second: int
+) -> video_pb2.Plan:
+    """What a checked clip makes, in full.  adapters: the registry."""
     chunks = chunk_table(clip.num_frames)
-    warnings = [video_pb2.Warning(reason=reason, message=message) for reason, message in clip_warnings(clip)]
+    is_dense = clip.mode == "dense"
+    warnings = [*clip_warnings(clip), *_schedule_warnings(clip, adapters)]
     if model.notice:
-        warnings.append(video_pb2.Warning(reason="MODEL_NOTICE", message=model.notice))
+        warnings.append(("MODEL_NOTICE", model.notice))
     return video_pb2.Plan(
         clip=clip_spec_to_proto(clip),
         chunks=[
@@ -50,8 +120,77 @@ def make_plan(clip: ClipSpec, model: ModelInfo, video_bits_per_second: int) -> v
         num_video_latents=num_video_latents(clip.num_frames),
         num_audio_latents=num_audio_latents(clip.num_frames),
         num_samples=num_samples(clip.num_frames),
-        num_noise_forwards=clip.steps * len(chunks),
-        num_clean_forwards=len(chunks) - 1,
+        num_noise_forwards=clip.steps if is_dense else clip.steps * len(chunks),
+        num_clean_forwards=0 if is_dense else len(chunks) - 1,
         expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AAC_BIT_RATE),
-        warnings=warnings,
+        warnings=[video_pb2.Warning(reason=reason, message=message) for reason, message in warnings],
     )
+
+
+def _use(choice: AdapterChoice, registry: Registry, is_dense: bool) -> AdapterUse:
+    """An adapter with its strength filled in; one that is not in the registry gets any that is valid."""
+    known = registry.get(choice.name)
+    if known is not None and known.is_streaming and not is_dense:
+        return AdapterUse(choice.name, STREAMING_STRENGTH)
+    default = STREAMING_STRENGTH if known is None else known.default_strength
+    return AdapterUse(choice.name, default if choice.strength is None else choice.strength)
+
+
+def _dense_violations(request: GenerateRequest) -> Iterator[Violation]:
+    for name in STREAMING_FIELDS:
+        if (value := getattr(request, name)) is not None:
+            description = f"{name} is {value}; a dense clip has no KV cache, so it must be left out"
+            yield Violation(name, description, "NOT_IN_DENSE")
+
+
+def _registry_violations(choices: Sequence[AdapterChoice], registry: Registry, is_dense: bool) -> Iterator[Violation]:
+    for index, choice in enumerate(choices):
+        known = registry.get(choice.name)
+        if known is None:
+            if ADAPTER_NAME.fullmatch(choice.name):  # else it is told that it is no name
+                nearest = difflib.get_close_matches(choice.name, registry, n=1)
+                hint = f"the nearest is {nearest[0]}; " if nearest else ""
+                names = f"this server has {', '.join(sorted(registry))}" if registry else "this server has no adapters"
+                description = f"adapters[{index}].name is {choice.name!r}; {hint}{names}"
+                yield Violation(f"adapters[{index}].name", description, "UNKNOWN_ADAPTER")
+        elif known.is_streaming and not is_dense and choice.strength not in (None, STREAMING_STRENGTH):
+            description = (
+                f"adapters[{index}].strength is {choice.strength}; {choice.name} is what makes streaming possible and "
+                "is always on at strength 1, so it must be 1 or left out"
+            )
+            yield Violation(f"adapters[{index}].strength", description, "STREAMING_STRENGTH")
+
+
+def _trained_schedule(adapter: AdapterFacts) -> dict[str, int | float]:
+    """What is known of the schedule that an adapter was trained for, by the fields of a clip."""
+    schedule = {
+        "steps": adapter.trained_steps,
+        "video_shift": adapter.trained_video_shift,
+        "audio_shift": adapter.trained_audio_shift,
+    }
+    return {name: value for name, value in schedule.items() if value is not None}
+
+
+def _trained_into(choices: Sequence[AdapterChoice], registry: Registry) -> dict[str, int | float]:
+    """The schedule that the adapters named were trained for, as far as they know it; empty if they contradict."""
+    schedule: dict[str, int | float] = {}
+    for adapter in (registry[choice.name] for choice in choices if choice.name in registry):
+        for name, trained in _trained_schedule(adapter).items():
+            if schedule.setdefault(name, trained) != trained:
+                return {}
+    return schedule
+
+
+def _schedule_warnings(clip: ClipSpec, adapters: Sequence[AdapterFacts]) -> Iterator[tuple[str, str]]:
+    """(reason, message) for each adapter of a clip that was trained for other steps or shifts than the clip's."""
+    named = {use.name for use in clip.adapters}
+    for adapter in adapters:
+        if adapter.name not in named and not (adapter.is_streaming and clip.mode == "streaming"):
+            continue
+        schedule = _trained_schedule(adapter)
+        wrong = [name for name, trained in schedule.items() if not math.isclose(trained, getattr(clip, name))]
+        if wrong:
+            trained = " and ".join(f"{name} {schedule[name]:g}" for name in wrong)
+            asked = " and ".join(f"{name} {getattr(clip, name):g}" for name in wrong)
+            message = f"adapter {adapter.name} was trained with {trained}, but this clip has {asked}"
+            yield "ADAPTER_SCHEDULE_MISMATCH", message

@@ -1,16 +1,18 @@
-"""What the orchestrator reads of a model directory: its name and the defaults it was made for. Never a weight."""
+"""What the orchestrator reads of a model's files: its name and the defaults it was made for. Never a weight."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.request import clip_violations
-from h3stream.errors import CheckpointError
+from h3stream.errors import CheckpointError, ConfigError
 from h3stream.request import ClipSpec
+from services.checkpoints.components import FOLDERS, Part, part_path
 
 STANDARD_CLIP = ClipSpec(
     num_frames=124,
@@ -29,50 +31,89 @@ STANDARD_CLIP = ClipSpec(
 Source: docs/reference/h3-model.md §9, docs/reference/raven-streaming.md §1.
 """
 
-COMPONENTS = ("transformer", "vae", "audio_vae", "text_encoder", "tokenizer")
+DENSE_STEPS = 50
+"""Forwards of a dense clip: the published pipeline's default, counted in forwards.
+
+Source: docs/reference/h3-model.md §7, §9.
+"""
+_DEFAULTS = frozenset(field.name for field in dataclasses.fields(ClipSpec)) - {"mode", "adapters"} | {"dense_steps"}
+"""Keys of `generation_config.json`. The mode and the adapters are for each request to say."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model directory as callers are told of it."""
+    """A model as callers are told of it."""
 
     name: str
-    """Name of the directory."""
+    """Name of its directory, or of its DiT where it has none."""
     default_clip: ClipSpec
-    """Values that a request's omitted fields take."""
+    """Values that the omitted fields of a streaming request take."""
+    default_dense_clip: ClipSpec
+    """Values that the omitted fields of a dense request take."""
     notice: str
     """What the model's maker wants every caller to know; empty for nothing."""
 
 
-def read_model_info(directory: Path) -> ModelInfo:
-    """Reads a model directory's `generation_config.json`, if it has one, over the standard defaults.
+def read_model_info(directory: Path | None, parts: Mapping[Part, Path | None] | None = None) -> ModelInfo:
+    """Reads a model directory's `generation_config.json`, if there is one, over the standard defaults.
 
-    Raises CheckpointError if a component is missing, the file cannot be read or a default is not valid.
+    parts: what is in place of the directory's own parts.  directory: None where `parts` has all of them.
+    Raises ConfigError if a part is missing, CheckpointError if the file cannot be read or a default is not valid.
     """
-    missing = [name for name in COMPONENTS if not (directory / name).is_dir()]
-    if missing:
-        raise CheckpointError(f"{directory} is no model directory: it lacks {', '.join(missing)}")
-    path = directory / "generation_config.json"
-    values: dict[str, Any] = {}
-    if path.exists():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+    parts = parts or {}
+    _check_parts(directory, parts)
+    path = None if directory is None else directory / "generation_config.json"
+    values = _read(path) if path is not None and path.exists() else {}
     notice = values.pop("notice", "")
-    if not isinstance(notice, str):
-        raise CheckpointError(f"{path}: notice is {notice!r}; it must be a string")
-    known = {field.name for field in dataclasses.fields(ClipSpec)}
-    if unknown := sorted(values.keys() - known):
-        raise CheckpointError(f"{path}: unknown defaults {unknown}; known are {sorted(known)} and 'notice'")
-    for name in ("video_shift", "audio_shift"):
-        if type(values.get(name, 1.0)) not in (int, float):
-            raise CheckpointError(f"{path}: {name} is {values[name]!r}; it must be a number")
+    dense_steps = values.pop("dense_steps", DENSE_STEPS)
     clip = dataclasses.replace(STANDARD_CLIP, **values)
     if violations := clip_violations(clip):
         raise CheckpointError(f"{path}: " + "; ".join(v.description for v in violations))
-    return ModelInfo(directory.resolve().name, clip, notice)
+    dense = dense_clip(clip, dense_steps)
+    for violation in clip_violations(dense):  # of its steps: the rest is the streaming clip's
+        raise CheckpointError(f"{path}: dense_{violation.description}")
+    return ModelInfo(_name(directory, parts), clip, dense, notice)
+
+
+def dense_clip(clip: ClipSpec, steps: int) -> ClipSpec:
+    """The dense clip of the size, the shifts and the seed of a streaming one."""
+    return dataclasses.replace(clip, mode="dense", steps=steps, sink=0, window=None, kv_storage="gpu")
+
+
+def _check_parts(directory: Path | None, parts: Mapping[Part, Path | None]) -> None:
+    """Raises ConfigError that names every part that is missing."""
+    missing = []
+    for part in FOLDERS:
+        try:
+            part_path(directory, part, parts.get(part))
+        except ConfigError as error:
+            missing.append(str(error))
+    if missing:
+        raise ConfigError("; ".join(missing))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The defaults in a file, each of a type that a clip can be checked with."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    if unknown := sorted(values.keys() - _DEFAULTS - {"notice"}):
+        raise CheckpointError(f"{path}: unknown defaults {unknown}; known are {sorted(_DEFAULTS)} and 'notice'")
+    if not isinstance(notice := values.get("notice", ""), str):
+        raise CheckpointError(f"{path}: notice is {notice!r}; it must be a string")
+    for name in ("video_shift", "audio_shift"):
+        if type(values.get(name, 1.0)) not in (int, float):
+            raise CheckpointError(f"{path}: {name} is {values[name]!r}; it must be a number")
+    return values
+
+
+def _name(directory: Path | None, parts: Mapping[Part, Path | None]) -> str:
+    if directory is not None:
+        return directory.resolve().name
+    dit = part_path(None, "dit", parts.get("dit"))
+    return dit.name if dit.is_dir() else dit.stem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -16,8 +16,8 @@ from h3stream.codec import (
     request_from_proto,
 )
 from h3stream.request import ClipSpec, GenerateRequest
-from h3stream.v1 import video_pb2, video_pb2_grpc
-from orchestrator.admission import check, make_plan, resolve
+from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
+from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
@@ -28,9 +28,13 @@ SERVICE_NAME = "h3stream.v1.VideoService"
 class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     """The client API over a scheduler."""
 
-    def __init__(self, scheduler: Scheduler, model: ModelInfo, settings: Settings) -> None:
+    def __init__(
+        self, scheduler: Scheduler, model: ModelInfo, adapters: Sequence[AdapterFacts], settings: Settings
+    ) -> None:
+        """adapters: the registry as the files' headers tell it, so that requests can be checked while they load."""
         self._scheduler = scheduler
         self._model = model
+        self._adapters = adapters
         self._settings = settings
 
     async def Generate(
@@ -66,7 +70,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         self, request: video_pb2.ListAdaptersRequest, context: Any
     ) -> video_pb2.ListAdaptersResponse:
         refuse_unknown_fields(request)
-        return video_pb2.ListAdaptersResponse()
+        return video_pb2.ListAdaptersResponse(adapters=self._adapter_infos())
 
     async def GetServerInfo(
         self, request: video_pb2.GetServerInfoRequest, context: Any
@@ -79,6 +83,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
             model_name=self._model.name,
             weight_digests={k: v for worker in workers for k, v in worker.weight_digests.items()},
             default_clip=clip_spec_to_proto(self._model.default_clip),
+            default_dense_clip=clip_spec_to_proto(self._model.default_dense_clip),
             valid_num_frames=valid_frame_counts(),
             max_canvas_pixels=MAX_CANVAS_PIXELS,
             max_prompt_bytes=MAX_PROMPT_BYTES,
@@ -86,10 +91,22 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
             max_queued_jobs=self._settings.max_queued_jobs,
             num_lanes=self._settings.lanes,
             settings=self._settings.public(),
+            parts=[part for worker in workers for part in worker.parts],
+            adapters=self._adapter_infos(),
         )
+
+    def _adapter_infos(self) -> list[types_pb2.AdapterInfo]:
+        """The adapters in order of their names: as the DiT worker has bound them, or what is known until it has."""
+        bound = [adapter for worker in self._scheduler.workers for adapter in worker.adapters]
+        return sorted(bound or map(_header_info, self._adapters), key=lambda adapter: adapter.name)
 
     def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
-        clip = resolve(request, self._model.default_clip)
-        check(request.prompt, clip)
-        return request.prompt, clip, make_plan(clip, self._model, self._settings.video_bit_rate)
+        clip = resolve(request, self._model, self._adapters)
+        return request.prompt, clip, make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate)
+
+
+def _header_info(adapter: AdapterFacts) -> types_pb2.AdapterInfo:
+    """What the header of an adapter's file tells; the rest is known once it is bound to the DiT."""
+    known = {field.name: getattr(adapter, field.name, None) for field in types_pb2.AdapterInfo.DESCRIPTOR.fields}
+    return types_pb2.AdapterInfo(**{name: value for name, value in known.items() if value is not None})

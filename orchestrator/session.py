@@ -22,11 +22,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
 
     Frees nothing: the scheduler clears the lane whatever happens here. Raises a GenerationError where a phase fails.
     """
-    started_s = clock()
-    first_fragment_s = sampling_s = 0.0
-    num_frames_before_sampling_end = 0
-    num_fragments = num_bytes = 0
-    latents_hash = hashlib.sha256()
+    output = _Output(job, lane, clock)
 
     embedding = await lane.text_encoder.lookup(job.prompt)
     if embedding is None:
@@ -39,46 +35,15 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         job.emit(video_pb2.Warning(reason="KV_STORAGE_FALLBACK", message=opened.kv_storage_fallback_reason))
     await lane.vae.open_session(job.job_id, job.clip, str(job.directory))
 
-    num_chunks = len(job.plan.chunks)
-    waiting: list[tuple[int, TensorParts]] = []
-    for chunk_index in range(num_chunks):
-        await _enter(job, lane, Phase.DENOISE, chunk_index)
-        latents: TensorParts = ()
-        async for result in lane.dit.sample_chunk(job.job_id, chunk_index):
-            if isinstance(result, StepDone):
-                job.step(result.step)
-            else:
-                latents = result
-        for part in latents:
-            latents_hash.update(part.data)
-        if chunk_index == num_chunks - 1:
-            sampling_s = clock() - started_s
-            num_frames_before_sampling_end = job.num_frames_emitted
-
-        # A chunk is delivered before its clean forward: nobody waits for a commit. Chunk 0 completes no frame, so the
-        # device is not handed over for it alone: it is decoded together with chunk 1, and the first fragment leaves
-        # two hand-overs earlier.
-        waiting.append((chunk_index, latents))
-        if job.plan.chunks[chunk_index].num_frames_emitted > job.num_frames_emitted:
-            for decode_index, decode_latents in waiting:
-                await _enter(job, lane, Phase.DECODE, decode_index)
-                async for media in lane.vae.decode_chunk(job.job_id, decode_index, decode_latents):
-                    if isinstance(media, types_pb2.Fragment):
-                        if num_fragments == 0:
-                            first_fragment_s = clock() - started_s
-                        num_fragments += 1
-                    num_bytes += len(media.data)
-                    job.emit(media)
-            waiting.clear()
-
-        if chunk_index < num_chunks - 1:
-            await _enter(job, lane, Phase.COMMIT, chunk_index)
-            await lane.dit.commit_chunk(job.job_id, chunk_index)
+    if job.clip.mode == "dense":
+        await _make_at_once(job, lane, output)
+    else:
+        await _make_chunk_by_chunk(job, lane, output)
 
     job.emit(
         video_pb2.StreamComplete(
-            num_fragments=num_fragments,
-            num_bytes=num_bytes,
+            num_fragments=output.num_fragments,
+            num_bytes=output.num_bytes,
             num_frames=job.num_frames_emitted,
             num_samples=num_samples(job.clip.num_frames),
         )
@@ -92,16 +57,101 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     job.emit(
         video_pb2.Completed(
             artifacts=finished.artifacts,
-            latents_sha256=latents_hash.hexdigest(),
+            latents_sha256=output.latents_hash.hexdigest(),
             audio_health=finished.audio_health,
-            timings=video_pb2.Timings(
-                first_fragment_s=first_fragment_s,
-                sampling_s=sampling_s,
-                total_s=clock() - started_s,
-                num_frames_before_sampling_end=num_frames_before_sampling_end,
-            ),
+            timings=output.timings(),
         )
     )
+
+
+async def _make_chunk_by_chunk(job: Job, lane: Lane, output: _Output) -> None:
+    """Samples, decodes and commits the chunks in turn, so that fragments leave while later chunks are sampled."""
+    last = len(job.plan.chunks) - 1
+    waiting: list[tuple[int, TensorParts]] = []
+    for chunk_index, chunk in enumerate(job.plan.chunks):
+        await _enter(job, lane, Phase.DENOISE, chunk_index)
+        waiting.append((chunk_index, await _chunk_latents(job, lane, chunk_index)))
+        if chunk_index == last:
+            output.sampling_ended()
+
+        # A chunk is delivered before its clean forward: nobody waits for a commit. Chunk 0 completes no frame, so the
+        # device is not handed over for it alone: it is decoded together with chunk 1, and the first fragment leaves
+        # two hand-overs earlier.
+        if chunk.num_frames_emitted > job.num_frames_emitted:
+            for decode_index, latents in waiting:
+                await output.decode(decode_index, latents)
+            waiting.clear()
+
+        if chunk_index < last:
+            await _enter(job, lane, Phase.COMMIT, chunk_index)
+            await lane.dit.commit_chunk(job.job_id, chunk_index)
+
+
+async def _make_at_once(job: Job, lane: Lane, output: _Output) -> None:
+    """Samples the whole clip, then decodes it chunk by chunk, as its latents come from the DiT worker's memory."""
+    await _enter(job, lane, Phase.DENOISE)
+    async for done in lane.dit.sample_dense(job.job_id):
+        job.step(done.step)
+    output.sampling_ended()
+    for chunk_index in range(len(job.plan.chunks)):
+        await output.decode(chunk_index, await _chunk_latents(job, lane, chunk_index))
+
+
+async def _chunk_latents(job: Job, lane: Lane, chunk_index: int) -> TensorParts:
+    """The latents of a chunk, its steps announced if it has yet to be sampled."""
+    latents: TensorParts = ()
+    async for result in lane.dit.sample_chunk(job.job_id, chunk_index):
+        if isinstance(result, StepDone):
+            job.step(result.step)
+        else:
+            latents = result
+    return latents
+
+
+class _Output:
+    """What leaves a session: media, and what is counted of it."""
+
+    def __init__(self, job: Job, lane: Lane, clock: Callable[[], float]) -> None:
+        self.num_fragments = 0
+        self.num_bytes = 0
+        self.latents_hash = hashlib.sha256()
+        self._job = job
+        self._lane = lane
+        self._clock = clock
+        self._started_s = clock()
+        self._first_fragment_s = 0.0
+        self._sampling_s = 0.0
+        self._num_frames_before_sampling_end = 0
+
+    def sampling_ended(self) -> None:
+        """Notes that the last noise forward is done."""
+        self._sampling_s = self._elapsed_s()
+        self._num_frames_before_sampling_end = self._job.num_frames_emitted
+
+    async def decode(self, chunk_index: int, latents: TensorParts) -> None:
+        """Decodes the next chunk and emits the media that it completes."""
+        for part in latents:
+            self.latents_hash.update(part.data)
+        await _enter(self._job, self._lane, Phase.DECODE, chunk_index)
+        async for media in self._lane.vae.decode_chunk(self._job.job_id, chunk_index, latents):
+            if isinstance(media, types_pb2.Fragment):
+                if self.num_fragments == 0:
+                    self._first_fragment_s = self._elapsed_s()
+                self.num_fragments += 1
+            self.num_bytes += len(media.data)
+            self._job.emit(media)
+
+    def timings(self) -> video_pb2.Timings:
+        """How long things took, until now."""
+        return video_pb2.Timings(
+            first_fragment_s=self._first_fragment_s,
+            sampling_s=self._sampling_s,
+            total_s=self._elapsed_s(),
+            num_frames_before_sampling_end=self._num_frames_before_sampling_end,
+        )
+
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._started_s
 
 
 async def _enter(job: Job, lane: Lane, phase: Phase, chunk_index: int = -1) -> None:

@@ -29,10 +29,10 @@ TensorParts = tuple[types_pb2.TensorPart, ...]
 
 @dataclass(frozen=True)
 class StepDone:
-    """A noise forward of the chunk being sampled is done."""
+    """A noise forward is done."""
 
     step: int
-    """Forwards done so far in this chunk."""
+    """Forwards done so far in this chunk, or in a dense clip."""
 
 
 class WorkerClient:
@@ -109,7 +109,7 @@ class TextEncoderClient(WorkerClient):
 
 
 class DitClient(WorkerClient):
-    """The streaming rollout."""
+    """Sampling: the streaming rollout and the dense sampler."""
 
     def __init__(self, address: str) -> None:
         super().__init__(Worker.DIT, address)
@@ -118,7 +118,7 @@ class DitClient(WorkerClient):
     async def open_session(
         self, session_id: str, clip: ClipSpec, embedding: TensorParts
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        """Draws the noise and puts the text into the KV cache."""
+        """Draws the noise and puts the text into the KV cache, or through the refiner for a dense clip."""
         message = workers_pb2.DitServiceOpenSessionRequest
         header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
         with self._errors():
@@ -128,7 +128,10 @@ class DitClient(WorkerClient):
             return response
 
     async def sample_chunk(self, session_id: str, chunk_index: int) -> AsyncIterator[StepDone | TensorParts]:
-        """Yields a StepDone per noise forward, then the chunk's latents."""
+        """Yields a StepDone per noise forward, then the chunk's latents.
+
+        Of a dense clip, which has been sampled by then, any chunk's latents; the device is not needed.
+        """
         request = workers_pb2.SampleChunkRequest(session_id=session_id, chunk_index=chunk_index)
         latents = []
         async for response in self._responses(self._stub.SampleChunk(request)):
@@ -137,6 +140,12 @@ class DitClient(WorkerClient):
             else:
                 latents.append(response.tensor)
         yield tuple(latents)
+
+    async def sample_dense(self, session_id: str) -> AsyncIterator[StepDone]:
+        """Samples a dense clip; yields a StepDone per forward. `sample_chunk` has its latents."""
+        request = workers_pb2.SampleDenseRequest(session_id=session_id)
+        async for response in self._responses(self._stub.SampleDense(request)):
+            yield StepDone(response.step.step)
 
     async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
         """Puts the chunk sampled last into the KV cache."""

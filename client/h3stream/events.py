@@ -61,7 +61,7 @@ class Plan:
     num_noise_forwards: int
     """Noise forwards in all."""
     num_clean_forwards: int
-    """Clean forwards in all."""
+    """Clean forwards in all; none in dense mode."""
     expected_stream_bytes: int
     """What the stream will weigh, roughly."""
     warnings: tuple[PlanWarning, ...]
@@ -156,13 +156,13 @@ class Progress(Event):
     phase: Phase
     """The phase."""
     chunk_index: int
-    """The chunk being worked on; -1 where there is none."""
+    """The chunk being worked on; -1 where there is none, as while a dense clip is sampled."""
     num_chunks: int
     """Chunks in all."""
     step: int
-    """Noise forwards of this chunk that are done."""
+    """Noise forwards of this chunk that are done, or of the whole clip in dense mode."""
     num_steps: int
-    """Noise forwards of a chunk."""
+    """Noise forwards of a chunk, or of the whole clip in dense mode."""
     num_frames_emitted: int
     """Frames emitted so far."""
     queue_position: int

@@ -118,7 +118,7 @@ class ServerInfo:
     library_versions: Mapping[str, str]
     """Versions of the libraries that decide results."""
     model_name: str
-    """Name of the model directory."""
+    """Name of the model directory, or of the DiT's file or folder where there is none."""
     weight_digests: Mapping[str, str]
     """Weights and adapters, name to digest."""
     default_clip: ClipSpec

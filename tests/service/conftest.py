@@ -12,16 +12,18 @@ from h3stream.request import ClipSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from orchestrator.config import Settings
 from orchestrator.lane import Lane
-from orchestrator.model_info import ModelInfo
+from orchestrator.model_info import ModelInfo, dense_clip
 from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, VideoServicer
 from services.common.rpc import RpcServer, connect
-from tests.service.fake_workers import FakeLaneHost, Script
+from tests.service.fake_workers import ADAPTERS, FakeLaneHost, Script
 
 CLIP = ClipSpec(
     num_frames=39, width=64, height=64, steps=2, video_shift=12.0, audio_shift=3.0, sink=2, window=2,
     kv_storage="gpu", seed=0,
 )  # fmt: skip
+
+MODEL = ModelInfo("fake", CLIP, dense_clip(CLIP, 5), "made of fakes")
 
 
 @dataclass
@@ -64,7 +66,7 @@ async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int) -> Async
     settings = Settings(model=tmp_path, data=tmp_path, lanes=num_lanes, max_queued_jobs=max_queued_jobs)
     scheduler = Scheduler([Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3)
     server = RpcServer((SERVICE_NAME,))
-    servicer = VideoServicer(scheduler, ModelInfo("fake", CLIP, "made of fakes"), settings)
+    servicer = VideoServicer(scheduler, MODEL, ADAPTERS, settings)
     video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
     address = await server.start("127.0.0.1:0")
     await scheduler.start()

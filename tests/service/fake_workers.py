@@ -17,7 +17,8 @@ from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import num_samples
 from core.phases import Worker
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import PhaseError
+from h3stream.errors import PhaseError, UnsupportedError
+from h3stream.job import AdapterInfo, ModelPart
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.ledger import ResidencyLedger
 from services.common.residency import DeviceWeights
@@ -25,6 +26,17 @@ from services.common.rpc import RpcServer
 from services.common.tensors import to_parts
 from services.common.verbs import VerbRunner
 from services.common.worker import ServedWorker, WorkerServicer
+
+ADAPTERS = tuple(
+    AdapterInfo(
+        name=name, file_name=f"{name}.safetensors", sha256="cd" * 32, format="raven", min_rank=8, max_rank=8,
+        min_alpha=8.0, max_alpha=8.0, num_bound_modules=2, num_modules=2, num_parameters=32,
+        default_strength=strength, is_streaming=name == "raven", partition="", trained_steps=steps,
+        trained_video_shift=12.0, trained_audio_shift=3.0,
+    )
+    for name, steps, strength in (("turbo", 4, 0.5), ("raven", None, 1.0), ("style", None, 1.0))
+)  # fmt: skip
+"""What the DiT worker has, the streaming adapter among them."""
 
 
 @dataclass
@@ -52,6 +64,8 @@ class FakeWorker:
         self.weights = DeviceWeights([nn.Linear(8, 8)], torch.device("cpu"), ResidencyLedger(ledger, worker.value))
         self.weight_digests = {f"{worker.value}/model.safetensors": "00" * 32}
         self.sessions: set[str] = set()
+        self.parts = (ModelPart(worker.value, "diffusers", "model.safetensors", "F32", 72, 288),)
+        self.adapters = ADAPTERS if worker is Worker.DIT else ()
 
     def session_ids(self) -> list[str]:
         return sorted(self.sessions)
@@ -84,6 +98,8 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
     def __init__(self, worker: FakeWorker, script: Script) -> None:
         self.worker, self.script = worker, script
         self.clips: dict[str, object] = {}
+        self.sampled: set[str] = set()
+        """Dense sessions whose clip is there."""
 
     async def OpenSession(self, request_iterator, context):
         self.worker.weights.require()
@@ -94,13 +110,26 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         return workers_pb2.DitServiceOpenSessionResponse(kv_storage=header.clip.kv_storage)
 
     async def SampleChunk(self, request, context):
+        clip = self.clips[request.session_id]
+        if clip.mode == "dense":
+            await self.script.reach(f"slice:{request.chunk_index}")
+            if request.session_id not in self.sampled:
+                raise UnsupportedError("sample the clip first")
+        else:
+            self.worker.weights.require()
+            for step in range(1, clip.steps + 1):
+                await self.script.reach(f"sample:{request.chunk_index}.{step}")
+                yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
+        for part in to_parts("video", torch.full((1, 24, 2, 2, 2), float(request.chunk_index + clip.seed % 97))):
+            yield workers_pb2.SampleChunkResponse(tensor=part)
+
+    async def SampleDense(self, request, context):
         self.worker.weights.require()
         clip = self.clips[request.session_id]
         for step in range(1, clip.steps + 1):
-            await self.script.reach(f"sample:{request.chunk_index}.{step}")
-            yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
-        for part in to_parts("video", torch.full((1, 24, 2, 2, 2), float(request.chunk_index + clip.seed % 97))):
-            yield workers_pb2.SampleChunkResponse(tensor=part)
+            await self.script.reach(f"dense:{step}")
+            yield workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
+        self.sampled.add(request.session_id)
 
     async def CommitChunk(self, request, context):
         self.worker.weights.require()

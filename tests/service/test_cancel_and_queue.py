@@ -12,10 +12,9 @@ import pytest
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.admission import make_plan
 from orchestrator.lane import Lane
-from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
 from services.common.ledger import overlaps, read_ledger
-from tests.service.conftest import CLIP, Service
+from tests.service.conftest import CLIP, MODEL, Service
 from tests.service.fake_workers import FakeLaneHost, Script
 
 
@@ -164,7 +163,7 @@ async def test_jobs_of_an_earlier_run_take_their_turn_to_be_removed(tmp_path: Pa
     lane = Lane(FakeLaneHost(tmp_path / "lane", Script()))
     scheduler = Scheduler([lane], tmp_path, max_queued_jobs=1, kept_jobs=3)
     await scheduler.start()
-    plan = make_plan(CLIP, ModelInfo("fake", CLIP, ""), 6_000_000)
+    plan = make_plan(CLIP, MODEL, (), 6_000_000)
     job = scheduler.submit("a fox", CLIP, plan)
     await job.ended.wait()
     assert {p.name for p in (tmp_path / "jobs").iterdir()} == {"newest", "middle", job.job_id}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.model_info import COMPONENTS
+from services.checkpoints.components import FOLDERS
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_data_directory_that_another_server_uses_ends_the_server_with_one_line
 
 def last_line(model: Path, data: Path) -> str:
     """What a server says that cannot start, after its settings."""
-    for name in COMPONENTS:
-        (model / name).mkdir()
+    for folders in FOLDERS.values():
+        (model / folders[0]).mkdir()
     command = [sys.executable, "-m", "orchestrator", "--model", str(model), "--data", str(data)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1

@@ -13,8 +13,7 @@ import pytest
 from core.phases import Worker
 from orchestrator.__main__ import StopSignal, serve_lanes
 from orchestrator.config import Settings
-from orchestrator.model_info import ModelInfo
-from tests.service.conftest import CLIP
+from tests.service.conftest import MODEL
 
 
 class LoadingHost:
@@ -40,7 +39,7 @@ async def test_a_stop_while_the_model_is_loaded_ends_the_loading(
     host = LoadingHost()
     settings = Settings(model=tmp_path, data=tmp_path, listen="127.0.0.1:0")
     stop = StopSignal(exit_with_parent=False)
-    serving = asyncio.create_task(serve_lanes(settings, ModelInfo("fake", CLIP, ""), stop, [host]))
+    serving = asyncio.create_task(serve_lanes(settings, MODEL, (), stop, [host]))
     async with asyncio.timeout(10):
         await host.is_loading.wait()
         os.kill(os.getpid(), number)

@@ -48,6 +48,7 @@ STOPS_AT = {
 
 WITHOUT_TORCH = (
     "services/*/config.py",
+    "services/checkpoints/*",
     "services/common/ledger.py",
     "services/common/listen.py",
     "services/common/options.py",
@@ -58,8 +59,13 @@ WITHOUT_TORCH = (
 )
 """Files of the services that the orchestrator uses, or that work on bytes and arrays."""
 
-ORCHESTRATOR_USES = ("services.common", *(f"services.{worker}.config" for worker in WORKERS))
-"""What the orchestrator may know of the services: the shell and the settings, never a model."""
+ORCHESTRATOR_USES = (
+    "services.common",
+    "services.checkpoints.adapter_registry",
+    "services.checkpoints.components",
+    *(f"services.{worker}.config" for worker in WORKERS),
+)
+"""What the orchestrator may know of the services: the shell, the settings and what headers tell, never a model."""
 
 READS_ENVIRONMENT = ("*/__main__.py", "client/h3stream/cli.py")
 """Entry points; everything else is handed its settings."""
