@@ -30,8 +30,8 @@ from h3stream.events import (
     StreamComplete,
     Timings,
 )
-from h3stream.job import Job, ServerInfo
-from h3stream.request import ClipSpec, GenerateRequest
+from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.request import AdapterUse, ClipSpec, GenerateRequest
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from services.common.rpc import RpcServer
 
@@ -39,14 +39,20 @@ DEFAULT_CLIP = ClipSpec(
     num_frames=39, width=64, height=64, steps=2, video_shift=12.0, audio_shift=3.0, sink=2, window=2,
     kv_storage="gpu", seed=0,
 )  # fmt: skip
+DEFAULT_DENSE_CLIP = replace(DEFAULT_CLIP, mode="dense", steps=5, sink=0, window=None)
 NOTICE = "the weights of this model are made up"
 HEARTBEAT_S = 0.02
 
 
 def plan_of(request: GenerateRequest) -> Plan:
-    """The plan of a request; what it leaves out is DEFAULT_CLIP's."""
+    """The plan of a request; what it leaves out is DEFAULT_CLIP's, or DEFAULT_DENSE_CLIP's."""
+    is_dense = request.mode == "dense"
     names = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "kv_storage", "seed")
-    clip = replace(DEFAULT_CLIP, **{n: v for n in names if (v := getattr(request, n)) is not None})
+    clip = replace(
+        DEFAULT_DENSE_CLIP if is_dense else DEFAULT_CLIP,
+        **{n: v for n in names if (v := getattr(request, n)) is not None},
+        adapters=tuple(AdapterUse(a.name, 1.0 if a.strength is None else a.strength) for a in request.adapters),
+    )
     if request.window is not None:
         clip = replace(clip, window=None if request.window == "all" else request.window)
     if clip.num_frames not in valid_frame_counts():
@@ -62,8 +68,8 @@ def plan_of(request: GenerateRequest) -> Plan:
         num_video_latents=num_video_latents(clip.num_frames),
         num_audio_latents=num_audio_latents(clip.num_frames),
         num_samples=num_samples(clip.num_frames),
-        num_noise_forwards=clip.steps * len(chunks),
-        num_clean_forwards=len(chunks) - 1,
+        num_noise_forwards=clip.steps if is_dense else clip.steps * len(chunks),
+        num_clean_forwards=0 if is_dense else len(chunks) - 1,
         expected_stream_bytes=100_000,
         warnings=(PlanWarning("MODEL_NOTICE", NOTICE),),
     )
@@ -83,14 +89,22 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
     yield event(Accepted, plan=plan)
     yield event(PhaseChange, phase="encode", chunk_index=-1)
     num_chunks, num_fragments, num_bytes, frames_before_end = len(plan.chunks), 0, 0, 0
-    for index, chunk in enumerate(plan.chunks):
-        yield event(PhaseChange, phase="denoise", chunk_index=index)
+    is_dense = plan.clip.mode == "dense"
+
+    def sampling(chunk_index: int) -> Iterator[Event]:
+        yield event(PhaseChange, phase="denoise", chunk_index=chunk_index)
         for step in range(1, plan.clip.steps + 1):
             yield event(
-                Progress, phase="denoise", chunk_index=index, num_chunks=num_chunks, step=step,
+                Progress, phase="denoise", chunk_index=chunk_index, num_chunks=num_chunks, step=step,
                 num_steps=plan.clip.steps, num_frames_emitted=frames, queue_position=0, is_heartbeat=False,
             )  # fmt: skip
-        frames_before_end = frames
+
+    if is_dense:
+        yield from sampling(-1)
+    for index, chunk in enumerate(plan.chunks):
+        if not is_dense:
+            yield from sampling(index)
+            frames_before_end = frames
         if index == 1:
             yield event(PhaseChange, phase="decode", chunk_index=0)  # which completes no frame by itself
             data = b"init of " + job_id.encode()
@@ -208,6 +222,12 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         plan = plan_of(codec.plan_request_from_proto(request))
         return video_pb2.PlanGenerationResponse(plan=codec.plan_to_proto(plan))
 
+    async def ListAdapters(
+        self, request: video_pb2.ListAdaptersRequest, context: Any
+    ) -> video_pb2.ListAdaptersResponse:
+        self._refuse()
+        return video_pb2.ListAdaptersResponse(adapters=map(codec.adapter_to_proto, ADAPTERS))
+
     async def GetServerInfo(
         self, request: video_pb2.GetServerInfoRequest, context: Any
     ) -> video_pb2.GetServerInfoResponse:
@@ -232,6 +252,20 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         )
 
 
+ADAPTERS = (
+    AdapterInfo(
+        name="raven", file_name="raven.safetensors", sha256="ab" * 32, format="raven", min_rank=128, max_rank=128,
+        min_alpha=128.0, max_alpha=128.0, num_bound_modules=266, num_modules=266, num_parameters=1_264_353_280,
+        default_strength=1.0, is_streaming=True, partition="fl2va",
+    ),
+    AdapterInfo(
+        name="turbo", file_name="turbo-4.safetensors", sha256="", format="comfyui", min_rank=8, max_rank=64,
+        min_alpha=4.0, max_alpha=32.0, num_bound_modules=200, num_modules=208, num_parameters=149_000_000,
+        default_strength=0.75, is_streaming=False, partition="", trained_steps=4, trained_video_shift=6.0,
+        trained_audio_shift=3.0,
+    ),
+)  # fmt: skip
+
 SERVER_INFO = ServerInfo(
     server_version="0.1.0",
     library_versions={"torch": "2"},
@@ -245,9 +279,9 @@ SERVER_INFO = ServerInfo(
     max_queued_jobs=4,
     num_lanes=1,
     settings={"threads": "0"},
-    default_dense_clip=replace(DEFAULT_CLIP, mode="dense", steps=50, sink=0, window=None),
+    default_dense_clip=DEFAULT_DENSE_CLIP,
     parts=(),
-    adapters=(),
+    adapters=ADAPTERS,
 )
 
 

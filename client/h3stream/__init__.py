@@ -46,11 +46,14 @@ from h3stream.events import (
     StreamComplete,
     Timings,
 )
-from h3stream.job import Job, JobError, ServerInfo
-from h3stream.request import ClipSpec, GenerateRequest
+from h3stream.job import AdapterInfo, Job, JobError, ModelPart, ServerInfo
+from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
 
 __all__ = [
     "Accepted",
+    "AdapterChoice",
+    "AdapterInfo",
+    "AdapterUse",
     "Artifact",
     "AsyncClient",
     "AsyncGeneration",
@@ -76,6 +79,7 @@ __all__ = [
     "JobNotFoundError",
     "JobWarning",
     "ModelLoadingError",
+    "ModelPart",
     "MuxError",
     "NotReadyError",
     "OffGridError",

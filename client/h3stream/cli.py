@@ -16,15 +16,22 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from h3stream.aio import AsyncClient
 from h3stream.delivery import STANDARD_OUTPUT, Ending, deliver
-from h3stream.embedded import EmbeddedServer, model_directory, require_server_package, serve_command
+from h3stream.embedded import (
+    MODEL_SETTINGS,
+    EmbeddedServer,
+    inspect_command,
+    model_directory,
+    require_server_package,
+    serve_command,
+)
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
 from h3stream.progress import Tally
-from h3stream.report import describe_error, plan_table, say
-from h3stream.request import KV_STORAGES, GenerateRequest
+from h3stream.report import adapter_table, describe_error, plan_table, say
+from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest
 
 Answer = TypeVar("Answer")
 
@@ -105,11 +112,26 @@ def serve(arguments: argparse.Namespace) -> None:
     """`h3stream serve`: becomes the server; every argument is the server's own."""
     require_server_package()
     extra: list[str] = arguments.extra
-    has_model = any(argument.partition("=")[0] in ("--model", "--config", "-h", "--help") for argument in extra)
-    if not has_model and "H3STREAM_MODEL" not in os.environ:
-        extra = ["--model", str(model_directory(None, os.environ, say)), *extra]
-    command = serve_command(extra)
-    os.execv(command[0], command)
+    telling = {f"--{name.replace('_', '-')}" for name in MODEL_SETTINGS} | {"--config", "-h", "--help"}
+    if not any(argument.partition("=")[0] in telling for argument in extra):
+        model = model_directory(None, os.environ, say)
+        extra = extra if model is None else ["--model", str(model), *extra]
+    _become(serve_command(extra))
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """`h3stream inspect`: becomes the program that tells what model files are."""
+    require_server_package()
+    _become(inspect_command([*arguments.paths, *(["--json"] if arguments.json else [])]))
+
+
+def adapters(arguments: argparse.Namespace) -> None:
+    """`h3stream adapters`: lists the adapters of a server."""
+    result = _ask(arguments.server, lambda client: client.adapters())
+    if arguments.json:
+        _print_json(result)
+    else:
+        _print("\n".join(adapter_table(result)))
 
 
 def info(arguments: argparse.Namespace) -> None:
@@ -161,6 +183,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=serve)
 
+    command = commands.add_parser("inspect", help="tell what model files are, from their headers", allow_abbrev=False)
+    command.add_argument("paths", nargs="+", metavar="PATH", help="a file, a folder of one part, or a model directory")
+    command.add_argument("--json", action="store_true", help="print what was found as JSON")
+    command.set_defaults(run=inspect)
+
+    command = commands.add_parser("adapters", help="list the adapters that requests may name", allow_abbrev=False)
+    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    command.add_argument("--json", action="store_true", help="print the adapters as JSON")
+    command.set_defaults(run=adapters)
+
     for name, run, text in (("job", job, "tell what is known of a job"), ("cancel", cancel, "cancel a job")):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("job_id", metavar="JOB")
@@ -182,16 +214,33 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
     group.add_argument("--height", type=int, help="canvas height in pixels, a multiple of 32")
     group.add_argument("--seed", type=int, help="seed of the clip")
-    group.add_argument("--steps", type=int, help="noise forwards per chunk")
+    group.add_argument("--mode", choices=SAMPLING_MODES, help="how the clip is sampled: chunk by chunk, or at once")
+    group.add_argument("--steps", type=int, help="noise forwards: of each chunk when streaming, of a dense clip in all")
     group.add_argument("--video-shift", type=float, help="shift of the video sigma grid")
     group.add_argument("--audio-shift", type=float, help="shift of the audio sigma grid")
     group.add_argument("--sink", type=int, help="first KV cache entries that are kept for the whole clip")
     group.add_argument("--window", type=_window, metavar="N|all", help="most recent chunks kept beside the sink")
     group.add_argument("--kv-storage", choices=KV_STORAGES, help="where the KV cache lives")
+    group.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=_adapter,
+        metavar="NAME[=STRENGTH]",
+        help="an adapter of the server's to sample with; may be given several times",
+    )
 
 
 def _window(text: str) -> Any:
     return text if text == "all" else int(text)
+
+
+def _adapter(text: str) -> AdapterChoice:
+    name, equals, strength = text.partition("=")
+    try:
+        return AdapterChoice(name, float(strength) if equals else None)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=STRENGTH: {strength!r} is no number") from None
 
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
@@ -208,6 +257,8 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         kv_storage=arguments.kv_storage,
         seed=arguments.seed,
         cancel_on_disconnect=arguments.cancel_on_disconnect,
+        mode=arguments.mode,
+        adapters=arguments.adapter,
     )
 
 
@@ -244,8 +295,14 @@ def _ask(address: str, question: Callable[[AsyncClient], Awaitable[Answer]]) -> 
     return asyncio.run(ask())
 
 
+def _become(command: list[str]) -> NoReturn:
+    os.execv(command[0], command)
+
+
 def _print_json(value: Any) -> None:
-    _print(json.dumps(dataclasses.asdict(value), indent=2, default=str))
+    """Prints a dataclass, or several in a tuple."""
+    content = [dataclasses.asdict(item) for item in value] if isinstance(value, tuple) else dataclasses.asdict(value)
+    _print(json.dumps(content, indent=2, default=str))
 
 
 def _print(text: str) -> None:

@@ -15,7 +15,7 @@ from h3stream import codec
 from h3stream.channel import CHANNEL_OPTIONS
 from h3stream.clip_file import ClipFile
 from h3stream.events import Completed, Event, Plan
-from h3stream.job import Job, ServerInfo
+from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.request import GenerateRequest, RequestOptions, make_request
 from h3stream.status import from_rpc_error
 from h3stream.stream import EventOrder, StallBudget
@@ -120,6 +120,10 @@ class Client:
         """Cancels a job; returns it once its lane is free. Changes nothing if it has ended."""
         request = video_pb2.CancelJobRequest(job_id=job_id)
         return codec.job_from_proto(self._call(self._stub.CancelJob, request).job)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The adapters that requests may name, in order of their names."""
+        return codec.adapters_from_proto(self._call(self._stub.ListAdapters, video_pb2.ListAdaptersRequest()))
 
     def server_info(self) -> ServerInfo:
         """The server's versions, model, limits, defaults and settings."""

@@ -29,6 +29,9 @@ STOP_TIMEOUT_S = 20.0
 """After that the child is killed; stopping Ray takes about 2 s."""
 LOG_TAIL_LINES = 20
 
+MODEL_SETTINGS = ("model", "dit", "video_vae", "audio_vae", "text_encoder", "tokenizer")
+"""Settings of the server that name files of the model, as flags and as H3STREAM_NAME."""
+
 _ANNOUNCEMENT = "listening on "
 # -P: a folder of the user's that happens to be called `orchestrator` or `tools` must not be run.
 _PYTHON = [sys.executable, "-P", "-m"]
@@ -42,15 +45,19 @@ def require_server_package() -> None:
         )
 
 
-def model_directory(given: Path | None, environment: Mapping[str, str], report: Callable[[str], None]) -> Path:
-    """The model to serve: the one given, else $H3STREAM_MODEL, else a tiny model in the user's cache.
+def model_directory(given: Path | None, environment: Mapping[str, str], report: Callable[[str], None]) -> Path | None:
+    """The model directory to serve: the one given, else $H3STREAM_MODEL, else a tiny model in the user's cache.
 
-    The tiny model is made if it is not there yet. Raises StartupError if that fails.
+    None where the environment names parts of a model but no directory: with a tiny model in place of the parts that
+    are missing nobody would be served. The tiny model is made if it is not there yet. Raises StartupError if that
+    fails.
     """
     if given is not None:
         return given
     if "H3STREAM_MODEL" in environment:
         return Path(environment["H3STREAM_MODEL"])
+    if any(f"H3STREAM_{name.upper()}" in environment for name in MODEL_SETTINGS):
+        return None
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "h3stream" / "tiny-model"
     if not (directory / "model_index.json").exists():
@@ -70,11 +77,17 @@ def serve_command(arguments: list[str]) -> list[str]:
     return [*_PYTHON, "orchestrator", *arguments]
 
 
+def inspect_command(arguments: list[str]) -> list[str]:
+    """The command line that tells what files are."""
+    return [*_PYTHON, "services.checkpoints", *arguments]
+
+
 class EmbeddedServer:
     """The service on a free port of this machine, for as long as the `with` block lasts."""
 
-    def __init__(self, model: Path, report: Callable[[str], None]) -> None:
-        """model: model directory.  report: told, in a line, what a waiting user should know.
+    def __init__(self, model: Path | None, report: Callable[[str], None]) -> None:
+        """model: model directory; None where the environment names the parts of the model.
+        report: told, in a line, what a waiting user should know.
 
         Entering the block raises StartupError if the service does not start.
         """
@@ -91,8 +104,9 @@ class EmbeddedServer:
         data = Path(self._directory.name) / "data"
         data.mkdir()
         self._log_path = Path(self._directory.name) / "server.log"
-        command = serve_command(["--model", str(self._model), "--listen", "127.0.0.1:0", "--data", str(data)])
-        self._report(f"starting the service on {self._model}")
+        model = [] if self._model is None else ["--model", str(self._model)]
+        command = serve_command([*model, "--listen", "127.0.0.1:0", "--data", str(data)])
+        self._report(f"starting the service on {self._model or 'the files that the environment names'}")
         started_s = time.monotonic()
         try:
             with open(self._log_path, "wb") as log:

@@ -22,8 +22,11 @@ class Tally:
         self.num_chunks = 0
         self.step = 0
         self.num_steps = 0
+        """Noise forwards of a chunk, or of a dense clip."""
         self.num_forwards = 0
         """Noise forwards done, of all chunks; decoding an earlier chunk later takes none of them back."""
+        self.num_forwards_planned = 0
+        """Noise forwards of the whole clip."""
         self.queue_position = 0
         self.num_frames = 0
         """Frames of the whole clip."""
@@ -41,13 +44,13 @@ class Tally:
         """Takes the next event, which arrived `elapsed_s` seconds after the start of the call."""
         match event:
             case Accepted():
-                self.num_chunks, self.num_steps = len(event.plan.chunks), event.plan.clip.steps
                 clip = event.plan.clip
+                self.num_chunks, self.num_steps = len(event.plan.chunks), clip.steps
+                self.num_forwards_planned = event.plan.num_noise_forwards
                 self.num_frames = clip.num_frames
-                self.notes.append(
-                    f"job {event.job_id}: {clip.num_frames} frames of {clip.width}x{clip.height} "
-                    f"in {self.num_chunks} chunks, seed {clip.seed}"
-                )
+                how = "sampled at once" if clip.mode == "dense" else f"in {self.num_chunks} chunks"
+                size = f"{clip.num_frames} frames of {clip.width}x{clip.height}"
+                self.notes.append(f"job {event.job_id}: {size} {how}, seed {clip.seed}")
                 for warning in event.plan.warnings:
                     self._warn(warning.message)
             case PhaseChange():
@@ -72,9 +75,7 @@ class Tally:
         """How much of the work is done, from 0 to 1, counted in noise forwards."""
         if self.stream is not None:
             return 1.0
-        if not self.num_chunks or not self.num_steps:
-            return 0.0
-        return self.num_forwards / (self.num_chunks * self.num_steps)
+        return self.num_forwards / self.num_forwards_planned if self.num_forwards_planned else 0.0
 
     def describe(self) -> str:
         """Where the job is, in a few words."""
@@ -107,7 +108,7 @@ class Tally:
     def _move(self, phase: str, chunk_index: int, step: int) -> None:
         self.phase, self.chunk_index, self.step = phase, chunk_index, step
         if phase == "denoise":
-            self.num_forwards = chunk_index * self.num_steps + step
+            self.num_forwards = max(chunk_index, 0) * self.num_steps + step  # a dense clip has no chunk then
 
     def _warn(self, message: str) -> None:
         if message not in self.warnings:

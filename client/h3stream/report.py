@@ -6,28 +6,41 @@ import sys
 
 from h3stream.errors import GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Plan
+from h3stream.job import AdapterInfo
+from h3stream.request import ClipSpec
 
 
 def plan_table(plan: Plan) -> list[str]:
     """A plan in lines: what is made, then a row for each chunk, then the warnings."""
     clip = plan.clip
-    window = "all chunks" if clip.window is None else f"window {clip.window}"
-    rows = [
-        f"{index:5}{f'{chunk.video_start}:{chunk.video_stop}':>15}{f'{chunk.audio_start}:{chunk.audio_stop}':>15}"
-        f"{chunk.num_frames_emitted:>12}"
-        for index, chunk in enumerate(plan.chunks)
-    ]
-    return [
+    lines = [
         f"{clip.num_frames} frames of {clip.width}x{clip.height}, {clip.num_frames / 24:.2f} s, "
         f"{plan.num_samples} samples, about {plan.expected_stream_bytes} bytes",
-        f"{clip.steps} steps, shifts {clip.video_shift:g} and {clip.audio_shift:g}, sink {clip.sink}, {window}, "
-        f"KV on {clip.kv_storage}, seed {clip.seed}",
+        f"{clip.steps} steps, shifts {clip.video_shift:g} and {clip.audio_shift:g}, {_attention(clip)}, "
+        f"seed {clip.seed}",
+    ]
+    if clip.adapters:
+        lines.append("adapters " + ", ".join(f"{use.name} at {use.strength:g}" for use in clip.adapters))
+    return [
+        *lines,
         f"{plan.num_noise_forwards} noise forwards, {plan.num_clean_forwards} clean forwards",
         "",
         "chunk  video latents  audio latents  frames out",
-        *rows,
+        *(
+            f"{index:5}{f'{chunk.video_start}:{chunk.video_stop}':>15}{f'{chunk.audio_start}:{chunk.audio_stop}':>15}"
+            f"{chunk.num_frames_emitted:>12}"
+            for index, chunk in enumerate(plan.chunks)
+        ),
         *(f"warning: {warning.message}" for warning in plan.warnings),
     ]
+
+
+def adapter_table(adapters: tuple[AdapterInfo, ...]) -> list[str]:
+    """The adapters of a server in lines, a heading first."""
+    heading = ("name", "strength", "format", "rank", "modules", "trained for", "file")
+    rows = [heading, *(_adapter_row(adapter) for adapter in adapters)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def describe_error(error: GenerationError) -> str:
@@ -46,3 +59,32 @@ def describe_error(error: GenerationError) -> str:
 def say(text: str) -> None:
     """Tells the user something that is no result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _attention(clip: ClipSpec) -> str:
+    """What a clip's rows see of each other, in words."""
+    if clip.mode == "dense":
+        return "dense"
+    window = "all chunks" if clip.window is None else f"window {clip.window}"
+    return f"sink {clip.sink}, {window}, KV on {clip.kv_storage}"
+
+
+def _adapter_row(adapter: AdapterInfo) -> tuple[str, ...]:
+    """One adapter's row; what is not known until the model has been loaded is a dash."""
+    ranks = str(adapter.min_rank) if adapter.min_rank == adapter.max_rank else f"{adapter.min_rank}-{adapter.max_rank}"
+    modules = f"{adapter.num_bound_modules}/{adapter.num_modules}"
+    trained = {
+        "steps": adapter.trained_steps,
+        "video shift": adapter.trained_video_shift,
+        "audio shift": adapter.trained_audio_shift,
+    }
+    schedule = [f"{name} {value:g}" for name, value in trained.items() if value is not None]
+    return (
+        adapter.name,
+        f"{adapter.default_strength:g}",
+        adapter.format,
+        ranks if adapter.max_rank else "-",
+        modules if adapter.num_modules else "-",
+        ", ".join([*(["streaming"] * adapter.is_streaming), *schedule]) or "-",
+        adapter.file_name or "-",
+    )

@@ -11,6 +11,8 @@ import grpc
 import pytest
 
 from h3stream import (
+    AdapterChoice,
+    AdapterUse,
     AsyncClient,
     AsyncGeneration,
     BrokenStreamError,
@@ -29,7 +31,7 @@ from h3stream import (
     OffGridError,
     OverloadedError,
 )
-from tests.fakes import SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+from tests.fakes import ADAPTERS, SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of, serve_video
 
 PLAN = plan_of(GenerateRequest("a fox"))
 
@@ -40,7 +42,7 @@ async def client(service: FakeVideoService) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def collect(client: AsyncClient, **options: float) -> tuple[list[Event], GenerationError | None]:
+async def collect(client: AsyncClient, **options: float | str) -> tuple[list[Event], GenerationError | None]:
     """The events of a job and the error that ended it."""
     received: list[Event] = []
     try:
@@ -60,6 +62,12 @@ async def test_every_event_arrives_in_order_as_it_was_made(client: AsyncClient) 
     received, error = await collect(client)
     assert error is None
     assert received == list(events_of(PLAN))
+
+
+async def test_a_dense_clip_arrives_in_order_as_it_was_made(client: AsyncClient) -> None:
+    received, error = await collect(client, mode="dense")
+    assert error is None
+    assert received == list(events_of(plan_of(GenerateRequest("a fox", mode="dense"))))
 
 
 async def test_the_request_arrives_as_it_was_made(client: AsyncClient, service: FakeVideoService) -> None:
@@ -237,10 +245,15 @@ async def test_a_request_that_no_message_can_hold_is_refused_before_it_is_sent(
     assert service.requests == []
 
 
-async def test_plan_job_and_server_info_arrive_whole(client: AsyncClient, service: FakeVideoService) -> None:
+async def test_plan_job_adapters_and_server_info_arrive_whole(client: AsyncClient, service: FakeVideoService) -> None:
     assert await client.plan("a fox", num_frames=22) == plan_of(GenerateRequest("a fox", num_frames=22))
+    dense = GenerateRequest("a fox", mode="dense", adapters=[AdapterChoice("turbo", 0.5), AdapterChoice("style")])
+    plan = await client.plan(dense)
+    assert plan == plan_of(dense)
+    assert plan.clip.adapters == (AdapterUse("turbo", 0.5), AdapterUse("style", 1.0))
     assert service.requests == []
     assert await client.server_info() == SERVER_INFO
+    assert await client.adapters() == ADAPTERS
     await collect(client)
     job = await client.job("job-0")
     assert (job.state, job.plan, job.create_time.isoformat()) == ("running", PLAN, "2026-01-02T03:04:05+00:00")

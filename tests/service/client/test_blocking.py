@@ -21,7 +21,7 @@ from h3stream import (
     MuxError,
     NotReadyError,
 )
-from tests.fakes import SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of
+from tests.fakes import ADAPTERS, SERVER_INFO, FakeVideoService, Script, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
 
@@ -147,10 +147,11 @@ async def test_the_file_is_whole_after_every_event(address: str, service: FakeVi
     assert path.read_bytes() == due
 
 
-async def test_plan_job_and_server_info_arrive_whole(address: str) -> None:
+async def test_plan_job_adapters_and_server_info_arrive_whole(address: str) -> None:
     def run() -> None:
         with Client(address) as client:
             assert client.plan("a fox") == PLAN
+            assert client.adapters() == ADAPTERS
             assert client.server_info() == SERVER_INFO
             with pytest.raises(JobNotFoundError):
                 client.job("job-0")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from h3stream import Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError
+from h3stream import AdapterChoice, Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError
 from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
@@ -94,12 +94,19 @@ async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None
     assert result.status == 0, result.err
     result = await run("generate", "a fox", "-o", "clip.mp4", "--window", "1")
     assert result.status == 0, result.err
+    dense = ("--mode", "dense", "--adapter", "turbo=-0.5", "--adapter", "style")
+    result = await run("generate", "a fox", "-o", "clip.mp4", *dense)
+    assert result.status == 0, result.err
     assert service.requests == [
         GenerateRequest(
             "a fox", num_frames=22, width=96, height=128, seed=2**64 - 1, steps=3, video_shift=5.5, audio_shift=2.0,
             sink=4, window="all", kv_storage="cpu_pinned",
         ),
         GenerateRequest("a fox", window=1, cancel_on_disconnect=True),
+        GenerateRequest(
+            "a fox", mode="dense", adapters=(AdapterChoice("turbo", -0.5), AdapterChoice("style")),
+            cancel_on_disconnect=True,
+        ),
     ]  # fmt: skip
 
 
@@ -192,6 +199,12 @@ async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(r
         (["generate", "a fox", "-o", "clip.mp4", "--frames", "many"], "--frames: invalid int value: 'many'"),
         (["generate", "a fox", "-o", "clip.mp4", "--frame", "22"], "unknown arguments: --frame"),
         (["generate", "a fox"], "required: -o/--output"),
+        (["plan", "a fox", "--mode", "turbo"], "--mode: invalid choice: 'turbo' (choose from 'streaming', 'dense')"),
+        (
+            ["plan", "a fox", "--adapter", "turbo=much"],
+            "'turbo=much' is not NAME or NAME=STRENGTH: 'much' is no number",
+        ),
+        (["plan", "a fox", "--adapter", "turbo=nan"], "adapters[0].strength is nan; it must be a finite number"),
         (["generate", "a fox", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
         (["paint", "a fox"], "invalid choice: 'paint'"),
     ],
@@ -264,7 +277,29 @@ async def test_plan_prints_the_chunks(run: Run, service: FakeVideoService) -> No
     assert service.requests == []
 
 
-@pytest.mark.parametrize("command", ["plan 'a fox'", "plan 'a fox' --json", "info"])
+async def test_plan_tells_of_a_dense_clip_what_it_has(run: Run) -> None:
+    result = await run("plan", "a fox", "--mode", "dense", "--adapter", "turbo=0.5", "--adapter", "style")
+    assert result.status == 0
+    assert result.out.decode().splitlines()[1:4] == [
+        "5 steps, shifts 12 and 3, dense, seed 0",
+        "adapters turbo at 0.5, style at 1",
+        "5 noise forwards, 0 clean forwards",
+    ]
+
+
+async def test_adapters_are_a_table_or_json(run: Run) -> None:
+    result = await run("adapters")
+    assert result.status == 0
+    assert result.out.decode().splitlines() == [
+        "name   strength  format   rank  modules  trained for                            file",
+        "raven  1         raven    128   266/266  streaming                              raven.safetensors",
+        "turbo  0.75      comfyui  8-64  200/208  steps 4, video shift 6, audio shift 3  turbo-4.safetensors",
+    ]
+    listed = json.loads((await run("adapters", "--json")).out)
+    assert [(adapter["name"], adapter["trained_steps"]) for adapter in listed] == [("raven", None), ("turbo", 4)]
+
+
+@pytest.mark.parametrize("command", ["plan 'a fox'", "plan 'a fox' --json", "info", "adapters"])
 @pytest.mark.parametrize(
     ("redirection", "status", "line"),
     [

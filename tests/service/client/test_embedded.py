@@ -120,6 +120,17 @@ async def test_generate_without_a_server_starts_one_and_stops_it(marks: Path, tm
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+async def test_a_server_whose_parts_the_environment_names_gets_no_tiny_model(
+    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H3STREAM_VIDEO_VAE", "vae.safetensors")
+    status, _, err = await finish(await start("plan", "a fox"))
+    assert status == 0, err
+    assert "starting the service on the files that the environment names" in err
+    assert (marks / "arguments").read_text().splitlines()[:3] == ["--listen", "127.0.0.1:0", "--data"]
+    assert not (marks / "made").exists()
+
+
 async def test_a_tiny_model_is_made_on_first_use_and_kept(marks: Path, tmp_path: Path) -> None:
     model = tmp_path / "cache" / "h3stream" / "tiny-model"
     for _ in range(2):
@@ -200,6 +211,8 @@ def test_the_model_is_the_one_given_else_the_environment_s(tmp_path: Path) -> No
     environment = {"H3STREAM_MODEL": "from-the-environment", "XDG_CACHE_HOME": str(tmp_path)}
     assert model_directory(Path("given"), environment, said.append) == Path("given")
     assert model_directory(None, environment, said.append) == Path("from-the-environment")
+    assert model_directory(None, {"H3STREAM_DIT": "dit.safetensors"}, said.append) is None
+    assert model_directory(Path("given"), {"H3STREAM_DIT": "dit.safetensors"}, said.append) == Path("given")
     assert said == []
 
 
@@ -233,6 +246,12 @@ def test_a_folder_of_the_user_s_is_never_run_in_place_of_the_server(tmp_path: Pa
         (["--model", "my-model", "--listen", "127.0.0.1:0", "--new-option", "3"], None),
         (["--threads", "3"], ["--model", "{cache}/h3stream/tiny-model", "--threads", "3"]),
         (["--config=my.toml"], None),
+        (["--dit", "dit.safetensors", "--video-vae=vae.safetensors", "--adapter", "turbo=t.safetensors:0.5"], None),
+        (["--tokenizer", "tokenizer"], None),
+        (
+            ["--adapter", "turbo=t.safetensors", "--dit-layout", "comfyui"],
+            ["--model", "{cache}/h3stream/tiny-model", "--adapter", "turbo=t.safetensors", "--dit-layout", "comfyui"],
+        ),
     ],
 )
 async def test_serve_hands_its_arguments_to_the_server(
@@ -248,3 +267,35 @@ async def test_serve_hands_its_arguments_to_the_server(
     assert int((marks / "pid").read_text()) == process.pid
     process.send_signal(signal.SIGTERM)
     assert (await finish(process))[0] == 0
+
+
+INSPECTOR = """
+    import os, sys
+    from pathlib import Path
+
+    (Path(os.environ["MARKS"]) / "arguments").write_text("\\n".join(sys.argv[1:]))
+    (Path(os.environ["MARKS"]) / "pid").write_text(str(os.getpid()))
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+async def test_inspect_becomes_the_program_that_looks_at_files(
+    marks: Path, tmp_path: Path, json_flag: list[str]
+) -> None:
+    package = tmp_path / "packages" / "services"
+    (package / "checkpoints").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "checkpoints" / "__init__.py").touch()
+    (package / "checkpoints" / "__main__.py").write_text(textwrap.dedent(INSPECTOR))
+    process = await start("inspect", "a model", "b.safetensors", *json_flag)
+    status, _, err = await finish(process)
+    assert (status, err) == (3, "")
+    assert (marks / "arguments").read_text().splitlines() == ["a model", "b.safetensors", *json_flag]
+    assert int((marks / "pid").read_text()) == process.pid
+
+
+async def test_inspect_needs_a_path() -> None:
+    status, _, err = await finish(await start("inspect"))
+    assert status == 2
+    assert "required: PATH" in err

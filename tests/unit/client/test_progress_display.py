@@ -52,6 +52,22 @@ def test_the_fraction_never_falls() -> None:
     assert fractions[sampled + 1] == pytest.approx((1 + 1 / 2) / 3)
 
 
+DENSE_PLAN = plan_of(GenerateRequest("a fox", mode="dense"))
+DENSE = list(events_of(DENSE_PLAN))
+
+
+def test_a_dense_clip_is_counted_in_its_own_forwards_and_has_no_chunk_while_it_is_sampled() -> None:
+    states = [tally_after(DENSE[:count]) for count in range(len(DENSE) + 1)]
+    fractions = [tally.fraction for tally in states]
+    assert fractions == sorted(fractions)
+    sampled = [i for i, e in enumerate(DENSE) if isinstance(e, Progress)]
+    assert [fractions[i + 1] for i in sampled] == pytest.approx([step / 5 for step in range(1, 6)])
+    assert states[sampled[2] + 1].describe() == "denoise  step 3/5  0/39 frames"
+    assert states[sampled[-1] + 2].describe() == "decode  chunk 1/3  0/39 frames"
+    assert states[-1].notes[0] == "job job-0: 39 frames of 64x64 sampled at once, seed 0"
+    assert states[-1].summary()[0].endswith("0 of 39 frames were out before sampling ended")
+
+
 def test_each_warning_is_kept_once_whoever_gave_it() -> None:
     tally = tally_after([*EVENTS, *EVENTS[1:]])
     assert tally.warnings == [NOTICE, "3 audio samples are at full scale"]
