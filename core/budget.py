@@ -1,6 +1,7 @@
-"""Memory that a streaming clip needs beside the weights, term by term, and what its stream will weigh.
+"""Memory that a clip needs beside the weights, term by term, and what its stream will weigh.
 
-Source: docs/reference/raven-streaming.md §6.4 and §9.1; its worked example is a test.
+Source: docs/reference/raven-streaming.md §6.4 and §9.1, whose worked example is a test. The terms of a dense clip are
+our own sampler's, with the sizes of docs/reference/h3-model.md §1 and §2.6.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from core.geometry import (
     chunk_table,
     latent_size,
     num_audio_latents,
+    num_clip_rows,
     num_rows,
     num_video_latents,
 )
@@ -33,6 +35,8 @@ CLIP_LONG_BUFFERS = 3
 """Initial noise, clean-context noise and clean estimate of the whole clip."""
 CHUNK_LONG_BUFFERS = 6
 """Noisy latent, velocity, clean estimate, fresh noise, next noisy latent and a temporary, each of one chunk."""
+DENSE_BUFFERS = 6
+"""Noisy latent, next noisy latent, velocity, a temporary, and rows of two of them, each of a whole dense clip."""
 ADAPTER_TEMPORARY_BYTES = 64 << 20
 """Budget of the float32 temporaries of adapter residuals, which work through rows in blocks."""
 FFN_BLOCK_ROWS = 8192
@@ -101,6 +105,9 @@ class MemoryBudget:
     """One layer's keys and values gathered for attention."""
     activations: int
     """Tensors of one block's forward."""
+    modulation: int
+    """Modulation table of a dense clip, whose every step has its own timesteps; 0 when streaming, whose few lie in the
+    safety margin."""
     adapter_temporaries: int
     """Float32 temporaries of adapter residuals."""
     latent_buffers: int
@@ -130,7 +137,7 @@ class MemoryBudget:
 
     @property
     def _named(self) -> int:
-        return self.kv_device + self.latent_buffers + self.working
+        return self.kv_device + self.modulation + self.latent_buffers + self.working
 
 
 def kv_rows(clip: ClipValues, num_tokens: int) -> KvRows:
@@ -157,6 +164,8 @@ def memory_budget(clip: ClipValues, num_tokens: int, model: ModelSize, decode_by
     num_tokens: text rows.  decode_bytes: the larger of a decode of seven video latents and one of an audio block with
     both its margins.
     """
+    if clip.mode == "dense":
+        return _dense_budget(clip, num_tokens, model, decode_bytes)
     rows = kv_rows(clip, num_tokens)
     on_device = clip.kv_storage == "gpu"
     # With the cache on the device only the history is gathered; from the host, one buffer takes own rows too.
@@ -169,6 +178,7 @@ def memory_budget(clip: ClipValues, num_tokens: int, model: ModelSize, decode_by
         kv_host_steady=0 if on_device else rows.steady * model.kv_bytes_per_row,
         kv_merged=2 * merged_rows * model.inner * model.compute_bytes,
         activations=rows.widest_forward * row_elements * model.compute_bytes,
+        modulation=0,
         adapter_temporaries=ADAPTER_TEMPORARY_BYTES,
         latent_buffers=_latent_buffer_bytes(clip),
         decode=decode_bytes,
@@ -182,10 +192,40 @@ def expected_stream_bytes(num_frames: int, video_bits_per_second: int, audio_bit
     return -(-(video_bits + audio_bits) // 8)
 
 
+def _dense_budget(clip: ClipValues, num_tokens: int, model: ModelSize, decode_bytes: int) -> MemoryBudget:
+    """All rows at once, and no cache."""
+    rows = num_tokens + num_clip_rows(clip.num_frames, clip.width, clip.height)
+    # Its peak is the attention (block input and its norm, queries, keys, values and output) or, where the clip is
+    # little longer than a block of rows, the feed-forward: input, norm, modulated, output; both halves, gate, product.
+    attention = rows * (2 * model.hidden + 4 * model.inner)
+    feed_forward = rows * model.hidden + min(rows, FFN_BLOCK_ROWS) * (3 * model.hidden + 4 * model.ffn)
+    # The first step has both streams at 0, every other one timestep each. A row per (timestep, tag) of six
+    # modulations a block, and two per timestep behind the last.
+    timesteps = 2 * clip.steps - 1
+    modulation = timesteps * (model.num_layers * 3 * 6 + 2) * model.hidden
+    return MemoryBudget(
+        kv_device=0,
+        kv_host=0,
+        kv_host_steady=0,
+        kv_merged=0,
+        activations=max(attention, feed_forward) * model.compute_bytes,
+        modulation=modulation * model.compute_bytes,
+        adapter_temporaries=ADAPTER_TEMPORARY_BYTES,
+        latent_buffers=LATENT_BYTES * DENSE_BUFFERS * _clip_elements(clip),
+        decode=decode_bytes,
+    )
+
+
 def _latent_buffer_bytes(clip: ClipValues) -> int:
-    video_latent = VIDEO_LATENT_CHANNELS * latent_size(clip.height) * latent_size(clip.width)
-    audio_latent = AUDIO_LATENT_CHANNELS * AUDIO_CHANNELS
     longest_audio = max(chunk.num_audio_latents for chunk in chunk_table(clip.num_frames))
-    whole_clip = num_video_latents(clip.num_frames) * video_latent + num_audio_latents(clip.num_frames) * audio_latent
-    one_chunk = LATENTS_PER_CHUNK * video_latent + longest_audio * audio_latent
-    return LATENT_BYTES * (CLIP_LONG_BUFFERS * whole_clip + CHUNK_LONG_BUFFERS * one_chunk)
+    one_chunk = _latent_elements(clip, LATENTS_PER_CHUNK, longest_audio)
+    return LATENT_BYTES * (CLIP_LONG_BUFFERS * _clip_elements(clip) + CHUNK_LONG_BUFFERS * one_chunk)
+
+
+def _clip_elements(clip: ClipValues) -> int:
+    return _latent_elements(clip, num_video_latents(clip.num_frames), num_audio_latents(clip.num_frames))
+
+
+def _latent_elements(clip: ClipValues, video_latents: int, audio_latents: int) -> int:
+    video = video_latents * VIDEO_LATENT_CHANNELS * latent_size(clip.height) * latent_size(clip.width)
+    return video + audio_latents * AUDIO_LATENT_CHANNELS * AUDIO_CHANNELS

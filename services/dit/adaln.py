@@ -96,9 +96,12 @@ def modulation(transformer: MiniMaxH3Transformer3DModel, timesteps: Timesteps) -
         # [M, 18 hidden] -> [3 M, 6 hidden]: the three tags of a timestep follow each other
         table = block.adaln_proj.linear(condition).view(NUM_TAGS * len(timesteps), -1)
         attn_shift, attn_scale, attn_gate, ffn_shift, ffn_scale, ffn_gate = table.chunk(6, dim=-1)
-        blocks.append(BlockModulation(attn_shift, 1 + attn_scale, attn_gate, ffn_shift, 1 + ffn_scale, ffn_gate))
+        # In place: the six are views of one table, which a second copy of the scales would outlive.
+        attn_scale.add_(1)
+        ffn_scale.add_(1)
+        blocks.append(BlockModulation(attn_shift, attn_scale, attn_gate, ffn_shift, ffn_scale, ffn_gate))
     final_shift, final_scale = transformer.norm_out.linear(condition).chunk(2, dim=-1)
-    return Modulation(timesteps, tuple(blocks), final_shift, 1 + final_scale)
+    return Modulation(timesteps, tuple(blocks), final_shift, final_scale.add_(1))
 
 
 def time_embedding(transformer: MiniMaxH3Transformer3DModel, timesteps: Timesteps) -> Tensor:

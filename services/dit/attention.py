@@ -1,4 +1,8 @@
-"""Attention of a forward's rows over the retained rows and their own; the kernel choice lives here."""
+"""Attention of a forward's rows over the retained rows and their own; the kernel choice lives here.
+
+Streaming and dense forwards round differently, each like the implementation that it is compared with, and on a CPU to
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +22,46 @@ Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def self_attention(
-    attn: Any, hidden: Tensor, rotary: Rotary | None = None, gather: Gather | None = None, *, fused: bool = False
+    attn: Any, hidden: Tensor, rotary: Rotary | None = None, gather: Gather | None = None, *, dense: bool = False
 ) -> Tensor:
     """The attention branch of one block over rows `[N, hidden]`.
 
     attn: the published attention module; each projection is called, so adapters attached to it apply.
     Norm per head, then rotation, then attention over what `gather` returns: the rows alone where it is None.
-    fused: as in `attend`.
+    dense: whether it rounds like the dense reference, in `rotate` and in `attend`.
     """
-    heads = (attn.heads, attn.head_dim)
-    # One after the other: a whole clip's queries and keys, rotated and not, are a large part of the peak memory.
-    query = _rotated(attn.norm_q(attn.to_q(hidden).unflatten(-1, heads)), rotary)  # [N, h, d]
-    key = _rotated(attn.norm_k(attn.to_k(hidden).unflatten(-1, heads)), rotary)
-    value = attn.to_v(hidden).unflatten(-1, heads)
-    if gather is not None:
-        key, value = gather(key, value)  # [P + N, h, d]
-    out: Tensor = attn.to_out[0](attend(query, key, value, fused=fused).flatten(1))
+    out: Tensor = attn.to_out[0](_heads(attn, hidden, rotary, gather, dense=dense))
     return out
 
 
-def rotate(rows: Tensor, rotary: Rotary) -> Tensor:
+def _heads(attn: Any, hidden: Tensor, rotary: Rotary | None, gather: Gather | None, *, dense: bool) -> Tensor:
+    """What the heads attend to, `[N, h d]`; queries, keys and values of a whole clip are free again once it returns."""
+    heads = (attn.heads, attn.head_dim)
+    # One after the other, so that of queries and keys never both the rotated and the unrotated rows are there.
+    query = rotate(attn.norm_q(attn.to_q(hidden).unflatten(-1, heads)), rotary, dense=dense)  # [N, h, d]
+    key = rotate(attn.norm_k(attn.to_k(hidden).unflatten(-1, heads)), rotary, dense=dense)
+    value = attn.to_v(hidden).unflatten(-1, heads)
+    if gather is not None:
+        key, value = gather(key, value)  # [P + N, h, d]
+    return attend(query, key, value, fused=dense).flatten(1)
+
+
+def rotate(rows: Tensor, rotary: Rotary | None, *, dense: bool = False) -> Tensor:
     """Rotates channel i of `[N, h, d]` against channel i + 48; the channels behind the rotated ones pass through.
 
-    One product is rounded in the rows' dtype, the other is fused with the sum; a CPU so gives the reference's bits.
+    rotary: None leaves the rows as they are.
+    dense: whether both products are rounded to the rows' dtype before their sum. The streaming reference rounds one and
+    fuses the other with the sum.
     """
+    if rotary is None:
+        return rows
     cos, sin = rotary
     half = cos.shape[-1]
     first, second, rest = rows.split((half, half, rows.shape[-1] - 2 * half), dim=-1)
-    rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
+    if dense:
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+    else:
+        rotated = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
     return torch.cat((*rotated, rest), dim=-1)
 
 
@@ -61,10 +77,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, fused: bool = False) ->
             # PyTorch's fused kernels need a batch axis; the plain one would hold every head's weights at once.
             return scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1)
         return scaled_dot_product_attention(q, k, v).transpose(0, 1)  # the plain kernel: the reference's bits
-
-
-def _rotated(rows: Tensor, rotary: Rotary | None) -> Tensor:
-    return rows if rotary is None else rotate(rows, rotary)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class DenseSampler:
             clip.num_frames, token_tags.to(device), latent_size(clip.height), latent_size(clip.width)
         )
         with adapters.using(mix):
-            self._text = model.refine_text(context.to(device))
+            self._text = model.refine_text(context.to(device), dense=True)
             self._modulation = modulation_table(model.transformer, self._timesteps)
         finish_forward(device)
 

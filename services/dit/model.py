@@ -79,14 +79,14 @@ class H3Dit:
             compute_bytes=self.dtype.itemsize,
         )
 
-    def refine_text(self, context: Tensor) -> Tensor:
+    def refine_text(self, context: Tensor, *, dense: bool = False) -> Tensor:
         """The text rows as the blocks read them, `[E, hidden]`; they depend on no timestep.
 
-        context: `[E, text_dim]` hidden states of the text encoder.
+        context: `[E, text_dim]` hidden states of the text encoder.  dense: whether they are for dense forwards.
         """
         hidden = self.transformer.context_embedder(context.to(self.dtype))  # [E, hidden]
         for block in self.transformer.token_refiner.refiner_blocks:
-            hidden = hidden + self_attention(block.attn, block.norm1(hidden))
+            hidden = hidden + self_attention(block.attn, block.norm1(hidden), dense=dense)
             hidden = hidden + block.ff(block.norm2(hidden))
         refined: Tensor = self.transformer.token_refiner.final_norm(hidden)
         return refined
@@ -203,7 +203,7 @@ class H3Dit:
         ):
             normed = modulate(block.norm1(hidden), table.attn_shift, table.attn_scale, rows)
             if cache is None:
-                branch = self_attention(block.attn, normed, rotary, fused=True)
+                branch = self_attention(block.attn, normed, rotary, dense=True)
             else:
                 branch = self_attention(block.attn, normed, rotary, partial(cache.gather, layer))
                 if stage:
