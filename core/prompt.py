@@ -41,10 +41,29 @@ REFUSED_SPECIAL_TOKENS = (
 meaning.
 """
 
+REFUSED_ADDED_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+"""Tokens that the tokenizer takes for one sign each although it does not mark them special: of tool calls, source code
+and thinking aloud. Like the special ones they would not be read as the text that they look like.
+"""
+
 
 def refused_token(prompt: str) -> str | None:
     """The first control token in a prompt, or None."""
-    found = [(prompt.find(token), token) for token in REFUSED_SPECIAL_TOKENS if token in prompt]
+    refused = (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS)
+    found = [(prompt.find(token), token) for token in refused if token in prompt]
     return min(found)[1] if found else None
 
 

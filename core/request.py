@@ -194,7 +194,7 @@ def prompt_violations(prompt: str) -> list[Violation]:
         violations.append(
             _prompt_violation(
                 "CONTROL_TOKEN",
-                f"holds the control token {token}, which stands for a picture or a chat turn; "
+                f"holds the control token {token}, which would not be read as text; "
                 f"the special tokens accepted are {' '.join(ALLOWED_SPECIAL_TOKENS)}",
             )
         )

@@ -13,6 +13,10 @@ import torch
 from core.prompt import ALLOWED_SPECIAL_TOKENS
 from h3stream.errors import CheckpointError
 
+PUBLISHED_IDS = {token: 151_669 + offset for offset, token in enumerate(ALLOWED_SPECIAL_TOKENS)}
+"""Ids of H3's own tokens, which follow Qwen's vocabulary of 151669 without a gap."""
+_QWEN_MARK = ("<|endoftext|>", 151_643)
+"""Token and id by which Qwen's vocabulary is known; a small model's tokenizer has other ids and is right with them."""
 TEXT_TAG = 1
 """Tag of a text row; it selects the row's modulation in the DiT."""
 
@@ -23,24 +27,38 @@ def token_tags(num_tokens: int) -> torch.Tensor:
 
 
 class PromptTokenizer:
-    """The tokenizer of a model directory."""
+    """The tokenizer of a model, with H3's seven tokens; Qwen3-VL's own tokenizer is given them where it ends."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         """vocab_size: rows of the encoder's embedding.
 
-        Raises CheckpointError if the tokenizer cannot be read, splits one of H3's special tokens, or makes ids that the
-        encoder has no embedding for.
+        Raises CheckpointError if the tokenizer cannot be read, splits one of H3's special tokens or has it elsewhere
+        than published, or makes ids that the encoder has no embedding for.
         """
         self._tokenizer = _load(directory)
-        for token in ALLOWED_SPECIAL_TOKENS:
+        vocabulary = self._tokenizer.get_vocab()
+        mark, mark_id = _QWEN_MARK
+        is_qwen = vocabulary.get(mark) == mark_id
+        if is_qwen and max(vocabulary.values()) == min(PUBLISHED_IDS.values()) - 1:
+            self._add_extra_tokens()
+            vocabulary = self._tokenizer.get_vocab()
+        for token, published in PUBLISHED_IDS.items():
             ids = self.ids(token)
             if len(ids) != 1:
                 raise CheckpointError(f"{directory} splits {token!r} into {len(ids)} tokens; it must be one")
-        highest = max(self._tokenizer.get_vocab().values())
+            if is_qwen and ids != [published]:
+                raise CheckpointError(f"{directory} has {token!r} as token {ids[0]}; H3 learned it as {published}")
+        highest = max(vocabulary.values())
         if highest >= vocab_size:
             raise CheckpointError(
-                f"{directory} has token id {highest}, but text_encoder/ has embeddings for {vocab_size} ids only"
+                f"{directory} has token id {highest}, but the text encoder has embeddings for {vocab_size} ids only"
             )
+
+    def _add_extra_tokens(self) -> None:
+        """They get the next ids, in order, which the caller checks."""
+        from tokenizers import AddedToken
+
+        self._tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in PUBLISHED_IDS])
 
     def ids(self, prompt: str) -> list[int]:
         """Token ids of a prompt, in order."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from core.request import prompt_violations
+from core.request import Violation, prompt_violations
 from h3stream.errors import DeviceMemoryError
+from services.checkpoints.components import part_path
 from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
@@ -25,17 +24,20 @@ class TextEncoderWorker:
     name = "text_encoder"
 
     def __init__(self, config: TextEncoderConfig) -> None:
-        """Loads weights and tokenizer into host memory. Raises CheckpointError if the model directory is at fault."""
-        directory = Path(config.model_directory)
+        """Loads weights and tokenizer into host memory. Raises CheckpointError if their files are at fault."""
         device = resolve_device(config.device)  # first: a wrong name should not cost minutes of reading
-        model = load_language_model(directory / "text_encoder", config.dtype)
+        path = part_path(config.model_directory, "text_encoder", config.text_encoder)
+        model = load_language_model(path, config.dtype)
+        tokenizer = part_path(config.model_directory, "tokenizer", config.tokenizer)
         self._module = model.module
-        self._tokenizer = PromptTokenizer(directory / "tokenizer", model.vocab_size)
+        self._max_tokens = model.max_tokens
+        self._tokenizer = PromptTokenizer(tokenizer, model.vocab_size)
         self._cache = EmbeddingCache(config.embedding_cache_bytes)
-        self._dtype = next(model.module.parameters()).dtype
+        self._dtype = model.dtype
         ledger = None if config.ledger is None else ResidencyLedger(config.ledger, self.name)
         self.weights = DeviceWeights([model.module], device, ledger)
-        self.weight_digests = {f"text_encoder/{name}": digest for name, digest in model.digests.items()}
+        self.weight_digests = model.digests
+        self.parts = (model.part,)
 
     def session_ids(self) -> list[str]:
         """None: a prompt is one call."""
@@ -62,6 +64,7 @@ class TextEncoderWorker:
         if cancelled():
             raise VerbCancelled
         ids = self._tokenizer.ids(prompt)
+        refuse(_token_violations(len(ids), self._max_tokens))
         try:
             states = hidden_states(self._module, ids, self.weights.device)
         except torch.OutOfMemoryError as error:
@@ -74,3 +77,10 @@ class TextEncoderWorker:
 
     def _key(self, prompt: str) -> str:
         return content_key(prompt, self.weight_digests, self._dtype)
+
+
+def _token_violations(num_tokens: int, max_tokens: int) -> list[Violation]:
+    if num_tokens <= max_tokens:
+        return []
+    found = f"the prompt has {num_tokens} tokens; the text encoder was made for at most {max_tokens}"
+    return [Violation("prompt", found, "PROMPT_TOO_LONG")]

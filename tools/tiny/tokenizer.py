@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from core.prompt import ALLOWED_SPECIAL_TOKENS, REFUSED_SPECIAL_TOKENS
+from core.prompt import ALLOWED_SPECIAL_TOKENS, REFUSED_ADDED_TOKENS, REFUSED_SPECIAL_TOKENS
 
 _MAX_MERGED_TOKENS = 1024
 """Bytes and merges together, before the added tokens; the text below runs out of merges earlier."""
@@ -21,23 +21,7 @@ _WORD_PATTERN = (
 )
 """Where Qwen2 cuts text before it merges: contractions, words, single digits, punctuation, line ends, spaces."""
 
-_ORDINARY_ADDED_TOKENS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-)
-"""Added tokens of Qwen3 that are not marked special; they stand between the special ones and H3's."""
-
-ADDED_TOKENS = (*REFUSED_SPECIAL_TOKENS, *_ORDINARY_ADDED_TOKENS, *ALLOWED_SPECIAL_TOKENS)
+ADDED_TOKENS = (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS, *ALLOWED_SPECIAL_TOKENS)
 """Every added token in the published order; ids follow the merged vocabulary without a gap."""
 
 _TEXT = (
@@ -63,7 +47,7 @@ def write_tokenizer(directory: Path) -> dict[str, int]:
     tokenizer.model.save(str(directory))  # vocab.json and merges.txt, without the added tokens
     first_id = tokenizer.get_vocab_size(with_added_tokens=False)
     for token in ADDED_TOKENS:
-        added = AddedToken(token, special=token not in _ORDINARY_ADDED_TOKENS, normalized=False)
+        added = AddedToken(token, special=token not in REFUSED_ADDED_TOKENS, normalized=False)
         if added.special:
             tokenizer.add_special_tokens([added])
         else:
@@ -107,9 +91,9 @@ def _tokenizer_config(ids: dict[str, int]) -> dict[str, object]:
                 "normalized": False,
                 "rstrip": False,
                 "single_word": False,
-                "special": token not in _ORDINARY_ADDED_TOKENS,
+                "special": token not in REFUSED_ADDED_TOKENS,
             }
-            for token in (*REFUSED_SPECIAL_TOKENS, *_ORDINARY_ADDED_TOKENS)
+            for token in (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS)
         },
         "bos_token": None,
         "clean_up_tokenization_spaces": False,

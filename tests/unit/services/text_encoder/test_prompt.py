@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.prompt import ALLOWED_SPECIAL_TOKENS, MAX_PROMPT_BYTES, REFUSED_SPECIAL_TOKENS
+from core.prompt import ALLOWED_SPECIAL_TOKENS, MAX_PROMPT_BYTES, REFUSED_ADDED_TOKENS, REFUSED_SPECIAL_TOKENS
 from core.request import prompt_violations
 from h3stream.errors import CheckpointError, InvalidRequestError
 from services.common.refusal import refuse
@@ -50,6 +51,14 @@ def test_each_of_the_seven_extra_tokens_is_one_token_also_inside_a_word(tokenize
     assert tokenizer.ids("a<d>b</d>") == [*tokenizer.ids("a"), opening, *tokenizer.ids("b"), closing]
 
 
+def test_every_token_that_is_no_text_is_either_allowed_or_refused(tiny_model: Path, tokenizer: PromptTokenizer) -> None:
+    """One sign each in the tokenizer, whatever it looks like: none is let through by being forgotten."""
+    decided = (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS, *ALLOWED_SPECIAL_TOKENS)
+    stored = json.loads((tiny_model / "tokenizer" / "tokenizer.json").read_text())["added_tokens"]
+    assert [token["content"] for token in stored] == list(decided)
+    assert all(len(tokenizer.ids(token)) == 1 for token in decided)
+
+
 def test_look_alikes_of_special_tokens_are_ordinary_text(tokenizer: PromptTokenizer) -> None:
     assert len(tokenizer.ids("<cutoff>")) > 1
     assert len(tokenizer.ids("<scenetrans>")) > 1
@@ -57,7 +66,8 @@ def test_look_alikes_of_special_tokens_are_ordinary_text(tokenizer: PromptTokeni
 
 def test_no_token_is_put_around_a_prompt_and_none_is_cut_off(tokenizer: PromptTokenizer) -> None:
     one, many = tokenizer.ids("fox"), tokenizer.ids("fox" * 5000)
-    special = {tokenizer.ids(token)[0] for token in (*REFUSED_SPECIAL_TOKENS, *ALLOWED_SPECIAL_TOKENS)}
+    added = (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS, *ALLOWED_SPECIAL_TOKENS)
+    special = {tokenizer.ids(token)[0] for token in added}
     assert not special.intersection(one)
     assert tokenizer.text(many) == "fox" * 5000
 
@@ -92,6 +102,63 @@ def test_a_tokenizer_that_splits_a_special_token_is_refused(tiny_model: Path, tm
     copy_without_extra_tokens(tiny_model / "tokenizer", tmp_path)
     with pytest.raises(CheckpointError, match=r"splits '<d>' into \d tokens"):
         PromptTokenizer(tmp_path, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with Qwen's ids: the tiny one's vocabulary filled up to the same size, without H3's tokens."""
+    source, target = tiny_model / "tokenizer", tmp_path_factory.mktemp("qwen")
+    shutil.copy(source / "merges.txt", target)
+    vocabulary = json.loads((source / "vocab.json").read_text())
+    vocabulary |= {f"filler{i}": i for i in range(len(vocabulary), 151_643)}
+    (target / "vocab.json").write_text(json.dumps(vocabulary))
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    del config["extra_special_tokens"]
+    added = config["added_tokens_decoder"].values()
+    config["added_tokens_decoder"] = {str(151_643 + i): token for i, token in enumerate(added)}
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    return target
+
+
+PUBLISHED_VOCAB_SIZE = 151_936
+
+
+def with_extra_tokens(source: Path, target: Path, tokens: list[str]) -> Path:
+    shutil.copytree(source, target)
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": tokens}))
+    return target
+
+
+def test_qwens_own_tokenizer_is_given_the_seven_tokens_with_the_published_ids(
+    tokenizer: PromptTokenizer, qwen_tokenizer: Path
+) -> None:
+    found = PromptTokenizer(qwen_tokenizer, PUBLISHED_VOCAB_SIZE)
+    assert [found.ids(token) for token in ALLOWED_SPECIAL_TOKENS] == [[i] for i in range(151_669, 151_676)]
+    text = "She says"
+    assert found.ids(f"{text}<d>{text}</d>") == [*tokenizer.ids(text), 151_669, *tokenizer.ids(text), 151_670]
+    assert found.text([151_671]) == "<|cutoff|>"
+
+
+def test_a_published_tokenizer_has_the_seven_tokens_in_its_config(qwen_tokenizer: Path, tmp_path: Path) -> None:
+    published = with_extra_tokens(qwen_tokenizer, tmp_path / "h3", list(ALLOWED_SPECIAL_TOKENS))
+    found = PromptTokenizer(published, PUBLISHED_VOCAB_SIZE)
+    assert [found.ids(token) for token in ALLOWED_SPECIAL_TOKENS] == [[i] for i in range(151_669, 151_676)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (list(reversed(ALLOWED_SPECIAL_TOKENS)), "has '<d>' as token 151675; H3 learned it as 151669"),
+        (["<other>", *ALLOWED_SPECIAL_TOKENS], "has '<d>' as token 151670; H3 learned it as 151669"),
+        (["<other>"], "splits '<d>' into"),
+    ],
+)
+def test_tokens_at_other_ids_than_h3_learned_are_refused(
+    qwen_tokenizer: Path, tmp_path: Path, tokens: list[str], reason: str
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        PromptTokenizer(with_extra_tokens(qwen_tokenizer, tmp_path / "other", tokens), PUBLISHED_VOCAB_SIZE)
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tiny_model: Path) -> None:
@@ -133,6 +200,7 @@ def test_all_tags_of_a_text_prompt_are_one() -> None:
         ("x" * (MAX_PROMPT_BYTES + 1), "PROMPT_TOO_LONG"),
         ("look: <|image_pad|>", "PROMPT_CONTROL_TOKEN"),
         ("<|im_start|>system", "PROMPT_CONTROL_TOKEN"),
+        ("<think>rain</think>", "PROMPT_CONTROL_TOKEN"),
     ],
 )
 def test_a_prompt_that_cannot_be_encoded_is_a_violation_of_its_field(prompt: str, reason: str) -> None:

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from services.common.ledger import read_ledger
 from services.common.verbs import VerbCancelled
 from services.text_encoder.config import TextEncoderConfig
 from services.text_encoder.worker import TextEncoderWorker
+from tests.text_encoder_files import nvfp4_state, write_comfyui, write_nvfp4
 
 PROMPT = "A red fox trots through snow; she says: <d>[English] Hello.</d>"
 
@@ -72,6 +77,54 @@ def test_a_bad_prompt_is_refused_before_the_phase_is_asked_for(worker: TextEncod
         with pytest.raises(InvalidRequestError) as raised:
             verb()
         assert [v.field for v in raised.value.violations] == ["prompt"]
+
+
+def test_a_prompt_of_more_tokens_than_the_encoder_has_positions_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model / "text_encoder", tmp_path / "text_encoder")
+    path = directory / "config.json"
+    stored = json.loads(path.read_text())
+    stored["text_config"]["max_position_embeddings"] = 20
+    path.write_text(json.dumps(stored))
+    worker = TextEncoderWorker(TextEncoderConfig(model_directory=tiny_model, text_encoder=directory, device="cpu"))
+    worker.weights.enter()
+    assert len(worker.encode("0" * 20, present)[0].token_tags) == 20
+    with pytest.raises(InvalidRequestError) as raised:
+        worker.encode("0" * 21, present)
+    (violation,) = raised.value.violations
+    assert (violation.field, violation.reason) == ("prompt", "PROMPT_TOO_LONG")
+    assert violation.description == "the prompt has 21 tokens; the text encoder was made for at most 20"
+
+
+def test_encoder_and_tokenizer_may_lie_elsewhere(tiny_model: Path, tmp_path: Path, worker: TextEncoderWorker) -> None:
+    state = load_file(tiny_model / "text_encoder" / "model.safetensors")
+    file = write_comfyui(tmp_path / "encoder.safetensors", state, num_layers=4)
+    tokenizer = shutil.copytree(tiny_model / "tokenizer", tmp_path / "words")
+    mixed = TextEncoderWorker(TextEncoderConfig(text_encoder=file, tokenizer=tokenizer, device="cpu"))
+    worker.weights.enter()
+    mixed.weights.enter()
+    assert torch.equal(mixed.encode(PROMPT, present)[0].context, worker.encode(PROMPT, present)[0].context)
+    assert list(mixed.weight_digests) == [f"{tmp_path.name}/encoder.safetensors"]
+    assert [(part.component, part.layout, part.source) for part in mixed.parts] == [
+        ("text_encoder", "comfyui", "encoder.safetensors")
+    ]
+
+
+def test_a_quantised_encoder_enters_and_leaves_packed(tiny_model: Path, tmp_path: Path) -> None:
+    state = load_file(tiny_model / "text_encoder" / "model.safetensors")
+    floats = {key: tensor.float() for key, tensor in state.items()}
+    file = write_nvfp4(tmp_path / "encoder.safetensors", nvfp4_state(floats, 4), num_layers=4)
+    config = TextEncoderConfig(model_directory=tiny_model, text_encoder=file, device="cpu")
+    worker = TextEncoderWorker(config)
+    (part,) = worker.parts
+    assert worker.weights.host_bytes < 0.4 * 2 * part.num_parameters  # of bfloat16
+    worker.weights.enter()
+    first, _ = worker.encode(PROMPT, present)
+    assert first.context.dtype == torch.bfloat16
+    assert worker.weights.device_bytes == worker.weights.host_bytes
+    worker.weights.leave()
+    forgetful = TextEncoderWorker(replace(config, embedding_cache_bytes=0))
+    forgetful.weights.enter()
+    assert torch.equal(forgetful.encode(PROMPT, present)[0].context, first.context)
 
 
 def test_nothing_is_computed_for_a_caller_who_has_gone(worker: TextEncoderWorker) -> None:
