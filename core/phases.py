@@ -41,7 +41,7 @@ MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.ENCODE: frozenset({Phase.PREFILL}),
     Phase.PREFILL: frozenset({Phase.DENOISE}),
     Phase.DENOISE: frozenset({Phase.DECODE, Phase.COMMIT}),  # chunk 0 completes no frame: it waits for chunk 1
-    Phase.DECODE: frozenset({Phase.DECODE, Phase.COMMIT, Phase.FINISH}),  # the tail is not committed
+    Phase.DECODE: frozenset({Phase.DECODE, Phase.COMMIT, Phase.FINISH}),  # the tail and dense clips: no commit
     Phase.COMMIT: frozenset({Phase.DENOISE}),
     Phase.FINISH: frozenset(),
 }

@@ -65,7 +65,7 @@ async def test_three_processes_make_the_clip_that_the_service_makes(
             "job",
             "a fox in the snow",
             model.default_clip,
-            make_plan(model.default_clip, model, 6_000_000),
+            make_plan(model.default_clip, model, (), 6_000_000),
             tmp_path / "job",
         )
         await run_session(job, lane)

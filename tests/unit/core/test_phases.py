@@ -35,6 +35,11 @@ def test_a_job_of_three_chunks_is_a_walk_through_the_table() -> None:
     assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
 
 
+def test_a_dense_job_is_a_walk_through_the_table() -> None:
+    walk = [Phase.QUEUED, Phase.PREFILL, Phase.DENOISE, *[Phase.DECODE] * 3, Phase.FINISH]
+    assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
+
+
 def test_a_known_prompt_skips_the_text_encoder() -> None:
     assert Phase.PREFILL in MOVES[Phase.QUEUED]
 
