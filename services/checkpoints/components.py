@@ -35,10 +35,13 @@ def part_path(model_directory: Path | None, part: Part, override: Path | None = 
         return override
     if model_directory is None:
         raise ConfigError(f"{part} is not set: give --{setting} PATH, or --model DIR with all parts")
-    for folder in FOLDERS[part]:
-        path = model_directory / folder
-        if os.path.isdir(path) and (
-            part != "tokenizer" or folder == "tokenizer" or os.path.exists(path / "tokenizer_config.json")
-        ):
-            return path
-    raise ConfigError(f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH")
+    found = find_part(model_directory, part)
+    if found is None:
+        raise ConfigError(f"{part}: {model_directory} has none of {', '.join(FOLDERS[part])}; give --{setting} PATH")
+    return found
+
+
+def find_part(model_directory: Path, part: Part) -> Path | None:
+    """The folder of a part in a model directory; None if it has none."""
+    paths = (model_directory / folder for folder in FOLDERS[part])
+    return next((path for path in paths if os.path.isdir(path)), None)

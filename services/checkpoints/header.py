@@ -33,6 +33,8 @@ The worst that this many bytes can say (130 000 tensors; a list of 2.8 million l
 """
 MAX_DIMENSIONS = 8
 MAX_SIZE = 2**63 - 1
+MAX_DEPTH = 64
+"""Deepest nesting of JSON; far below what makes Python itself give up, so that any value can be shown."""
 
 BITS: dict[str, int] = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
@@ -195,6 +197,7 @@ def strict_json(text: bytes) -> Any:
             parse_int=_integer,
             parse_float=_finite,
         )
+        _check_depth(value, MAX_DEPTH)
         if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -235,6 +238,16 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object")
     return entries
+
+
+def _check_depth(value: Any, num_left: int) -> None:
+    if type(value) not in (dict, list):
+        return
+    if num_left == 0:
+        raise ValueError("it is nested too deeply")
+    for inner in value.values() if type(value) is dict else value:
+        if type(inner) in (dict, list):
+            _check_depth(inner, num_left - 1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

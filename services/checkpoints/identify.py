@@ -49,7 +49,11 @@ def expect(path: Path, component: Component) -> tuple[Checkpoint, Recognition]:
     checkpoint = open_checkpoint(path)
     recognition = identify(checkpoint)
     if recognition is None:
-        raise CheckpointError(f"{path} is not recognised as any part of the model; expected the {NAMES[component]}")
+        named = (checkpoint.config or {}).get("_class_name")
+        raise CheckpointError(
+            f"{path} is not recognised as any part of the model; expected the {NAMES[component]}"
+            + (f", and its config.json names the class {named!r:.80}" if isinstance(named, str) else "")
+        )
     if recognition.component != component:
         raise CheckpointError(
             f"{path} is the {NAMES[recognition.component]} ({recognition.layout} layout), not the {NAMES[component]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ MAX_FILES = 1000
 MAX_HEADER_BYTES = 16 << 20
 """Most bytes of headers of one component: a thousand files may not take a thousand times what one may."""
 INDEX_SUFFIX = ".safetensors.index.json"
+SHARD_NAME = re.compile(r".*-[0-9]+-of-[0-9]+\.safetensors")
+"""Names of the files of a component that has several, as all tools write them."""
 
 
 @dataclass(frozen=True)

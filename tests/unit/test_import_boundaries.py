@@ -176,7 +176,7 @@ def test_the_orchestrator_knows_only_the_shell_and_the_settings_of_services() ->
     assert offences == set()
 
 
-@pytest.mark.parametrize("worker", [*WORKERS, "common"])
+@pytest.mark.parametrize("worker", [*WORKERS, "common", "checkpoints"])
 def test_a_worker_knows_no_other_worker(worker: str) -> None:
     others = tuple(f"services.{other}" for other in WORKERS if other != worker)
     offences = {
@@ -241,6 +241,11 @@ def test_the_orchestrators_lanes_load_ray_but_no_model_library() -> None:
 def test_settings_of_workers_load_no_torch() -> None:
     loaded = loaded_by([name for name in modules_of("services") if name.endswith(".config")])
     assert loaded & {"torch", "numpy", "diffusers", "transformers", "av", "ray"} == set()
+
+
+def test_whatever_looks_at_weight_files_loads_neither_torch_nor_numpy() -> None:
+    loaded = loaded_by(modules_of("services/checkpoints"))
+    assert loaded & {"torch", "numpy", "safetensors", "diffusers", "transformers", "av", "ray", "tools"} == set()
 
 
 @pytest.mark.parametrize("worker", WORKERS)

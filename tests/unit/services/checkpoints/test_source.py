@@ -202,6 +202,7 @@ def test_a_folder_that_may_not_be_listed_is_refused(tmp_path: Path, monkeypatch:
         (b'{"eps":1e999}', "too large a number"),
         (b'{"eps":NaN}', "NaN is no JSON number"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 64 + b"{}" + b"}" * 64, "nested too deeply"),
         (b'{"a":"\\udc00"}', "surrogate"),
         (b"\x80\x04", "utf-8"),
     ],
