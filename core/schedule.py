@@ -32,17 +32,17 @@ def shifted_sigmas(steps: int, shift: float) -> tuple[float, ...]:
 def dense_sigmas(steps: int, shift: float) -> tuple[float, ...]:
     """Noise levels of a clip sampled at once, noisiest first: `steps + 1` float32 values, strictly falling to 0.
 
-    steps: forwards, at least 1.  shift: above 0 and finite; 1.0 gives an even grid.
+    steps: forwards, at least 1.  shift: from 1e-6 to 1e6; 1.0 gives an even grid.
     Every operation is rounded to float32, in the order of the reference, and the even grid is what torch's linspace
     computes on a CPU with fused multiply-add: the slope is rounded, each point once more, the upper half from 1, the
-    lower from 0. So the values are the reference's bit for bit and depend on no machine. For a shift that float32
-    cannot hold the first is 1 within 3e-6.
+    lower from 0. So the values are the reference's bit for bit and depend on no machine. The first is 1 within 3e-6:
+    for a shift such as 0.01 the formula's own rounding misses it.
     The reference drops a value that equals its predecessor, of each stream for itself, after which two streams are out
     of step. Values that coincide are refused here instead: ValueError, as for steps and shifts outside their ranges. No
     request comes near it: to 100 steps and shifts from 0.01 to 100 neighbours lie at least 1e-4 apart.
     """
-    if steps < 1 or not 0 < shift < math.inf:
-        raise ValueError(f"steps {steps} must be at least 1 and shift {shift} above 0 and finite")
+    if steps < 1 or not 1e-6 <= shift <= 1e6:
+        raise ValueError(f"steps {steps} must be at least 1 and shift {shift} from 1e-6 to 1e6")
     factor, excess = float32(shift), float32(shift - 1)
     sigmas = tuple(
         float32(float32(factor * base) / float32(1 + float32(excess * base))) for base in _falling_float32(steps)

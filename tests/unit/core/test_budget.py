@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from core.budget import KvRows, ModelSize, expected_stream_bytes, kv_rows, memory_budget
+from core.budget import FFN_BLOCK_ROWS, KvRows, ModelSize, expected_stream_bytes, kv_rows, memory_budget
 from core.request import ClipValues
 from h3stream.request import ClipSpec
 
@@ -104,6 +104,41 @@ def test_more_frames_never_need_less() -> None:
 def test_any_clip_with_the_right_values_can_be_budgeted() -> None:
     clip: ClipValues = CLIP
     assert memory_budget(clip, 1, H3, 0).device_total > 0
+
+
+DENSE = dataclasses.replace(CLIP, num_frames=243, steps=50, sink=0, window=None, mode="dense")
+
+
+def test_a_dense_clip_of_ten_seconds_needs_its_rows_at_once_and_no_cache() -> None:
+    budget = memory_budget(DENSE, 128, H3, DECODE)
+    rows = 128 + 75_114
+    assert (budget.kv_device, budget.kv_host, budget.kv_host_steady, budget.kv_merged) == (0, 0, 0, 0)
+    # Input, norm, queries, keys, values and output of the attention.
+    assert budget.activations == rows * (2 * 5376 + 4 * 7168) * 2
+    # The first of 50 steps has one timestep, the others two; a timestep's modulation is a figure of the reference.
+    assert budget.modulation == 99 * 9_698_304
+    assert budget.latent_buffers == 4 * 6 * (24 * 72 * 48 * 86 + 32 * 2 * 405)
+    assert budget.working == budget.forward
+    assert round(budget.device_total / GIB, 1) == 7.9
+
+
+def test_a_dense_clip_of_few_rows_is_widest_in_its_feed_forward() -> None:
+    budget = memory_budget(dataclasses.replace(DENSE, num_frames=22, width=256, height=160), 128, H3, DECODE)
+    rows = 128 + 7 * 40 + 2 * 37
+    assert budget.activations == rows * (4 * 5376 + 4 * 14_336) * 2
+
+
+def test_the_feed_forward_of_every_chunk_is_one_block() -> None:
+    widest = max(kv_rows(dataclasses.replace(CLIP, num_frames=frames), 1).widest_forward for frames in (22, 39, 362))
+    assert widest == 5218
+    assert widest < FFN_BLOCK_ROWS
+
+
+@pytest.mark.parametrize("larger", [{"num_frames": 260}, {"steps": 51}, {"width": 1408, "height": 768}])
+def test_a_larger_dense_clip_needs_more(larger: dict[str, int]) -> None:
+    assert memory_budget(dataclasses.replace(DENSE, **larger), 128, H3, 0).device_total > (
+        memory_budget(DENSE, 128, H3, 0).device_total
+    )
 
 
 def test_a_second_of_stream_weighs_its_bit_rates() -> None:

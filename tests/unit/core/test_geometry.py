@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ from core.geometry import (
     MIN_FRAMES,
     chunk_positions,
     chunk_table,
+    dense_positions,
     full_chunks,
     latent_size,
     num_audio_latents,
+    num_audio_rows,
+    num_clip_rows,
     num_rows,
     num_samples,
     num_video_latents,
@@ -158,3 +162,26 @@ def test_text_rows_count_up_in_time_alone() -> None:
 def test_a_row_covers_32_pixels() -> None:
     assert geometry.CANVAS_MULTIPLE == 32
     assert geometry.MAX_CANVAS_PIXELS == 1_056_768
+
+
+@given(frame_counts, st.integers(1, 3), st.integers(1, 3))
+def test_dense_rows_lie_where_the_rows_of_their_chunks_do(num_frames: int, columns: int, lines: int) -> None:
+    canvas = (2 * lines, 2 * columns)
+    rows = dense_positions(num_frames, 7, *canvas)
+    assert rows[:7] == text_positions(7)
+    media = iter(rows[7:])
+    chunks = [(chunk, chunk_positions(chunk, 7, *canvas)) for chunk in chunk_table(num_frames)]
+    for channel in range(2):
+        for chunk, positions in chunks:
+            count = chunk.num_audio_latents
+            assert list(itertools.islice(media, count)) == positions[channel * count : (channel + 1) * count]
+    for chunk, positions in chunks:
+        video = positions[num_audio_rows(chunk) :]
+        assert list(itertools.islice(media, len(video))) == video
+    assert list(media) == []
+    assert len(rows) == 7 + num_clip_rows(num_frames, 32 * columns, 32 * lines)
+
+
+def test_rows_of_whole_clips_are_those_of_the_reference() -> None:
+    assert num_clip_rows(124, 1376, 768) == 38_598
+    assert num_clip_rows(243, 1376, 768) == 75_114

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.schedule import context_timestep, float32, renoise_coefficient, shifted_sigmas, timestep
+from core.schedule import context_timestep, dense_sigmas, float32, renoise_coefficient, shifted_sigmas, timestep
+
+DENSE_GRIDS = Path(__file__).parents[2] / "fixtures" / "h3" / "sigma_grids.json"
 
 
 def test_one_step_starts_and_ends_at_pure_noise() -> None:
@@ -65,3 +69,41 @@ def test_values_outside_the_domain_are_refused(steps: int, shift: float) -> None
 @given(st.floats(width=32, allow_nan=False))
 def test_float32_keeps_what_float32_can_hold(value: float) -> None:
     assert struct.pack("<d", float32(value)) == struct.pack("<d", value)
+
+
+def test_every_golden_dense_grid_is_equal_bit_for_bit() -> None:
+    grids = json.loads(DENSE_GRIDS.read_text())
+    assert len(grids) == 8
+    for key, golden in grids.items():
+        shift, points = key.removeprefix("shift").split(".grid")
+        assert list(dense_sigmas(int(points) - 1, float(shift))) == golden, key
+
+
+def test_four_dense_forwards_are_those_of_the_reference() -> None:
+    assert [round(sigma, 6) for sigma in dense_sigmas(4, 12.0)] == [1.0, 0.972973, 0.923077, 0.8, 0.0]
+    assert [round(sigma, 6) for sigma in dense_sigmas(4, 3.0)] == [1.0, 0.9, 0.75, 0.5, 0.0]
+
+
+def test_one_dense_forward_goes_from_pure_noise_to_the_clip() -> None:
+    assert dense_sigmas(1, 12.0) == (1.0, 0.0)
+
+
+@given(st.integers(1, 100), st.floats(0.01, 100))
+def test_dense_sigmas_of_every_request_fall_to_zero_and_stay_apart(steps: int, shift: float) -> None:
+    sigmas = dense_sigmas(steps, shift)
+    assert len(sigmas) == steps + 1
+    assert sigmas[0] == pytest.approx(1.0, abs=3e-6)
+    assert sigmas[-1] == 0.0
+    assert all(a - b > 1e-4 for a, b in itertools.pairwise(sigmas))
+    assert all(float32(sigma) == sigma for sigma in sigmas)
+
+
+def test_dense_sigmas_that_float32_cannot_tell_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"100 steps at shift 1000000\.0 lie too close together for float32"):
+        dense_sigmas(100, 1e6)
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(0, 3.0), (4, 0.0), (4, 1e-9), (4, 1e9), (4, math.nan), (4, math.inf)])
+def test_dense_grids_outside_the_domain_are_refused(steps: int, shift: float) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        dense_sigmas(steps, shift)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,9 @@ def clip() -> ClipSpec:
         kv_storage="gpu",
         seed=7,
     )
+
+
+@pytest.fixture
+def dense_clip(clip: ClipSpec) -> ClipSpec:
+    """The same five chunks, sampled as a whole."""
+    return dataclasses.replace(clip, mode="dense", sink=0, window=None, steps=3)

@@ -24,6 +24,30 @@ def test_rotation_turns_pairs_and_leaves_the_rest() -> None:
     assert torch.equal(turned[..., 96:], rows[..., 96:])
 
 
+def test_dense_rotation_rounds_both_products() -> None:
+    draw = torch.Generator().manual_seed(4)
+    rows = torch.randn(40, 2, 128, generator=draw).bfloat16()
+    angles = torch.randn(40, 1, 48, generator=draw)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    first, second = rows[..., :48], rows[..., 48:96]
+    turned = rotate(rows, (cos, sin), dense=True)
+    assert torch.equal(turned[..., :48], first * cos - second * sin)
+    assert torch.equal(turned[..., 48:96], second * cos + first * sin)
+    assert torch.equal(turned[..., 96:], rows[..., 96:])
+    assert not torch.equal(turned, rotate(rows, (cos, sin)))
+
+
+def test_rows_without_positions_are_not_rotated() -> None:
+    rows = torch.randn(3, 2, 128)
+    assert rotate(rows, None) is rows
+
+
+def test_the_fused_kernel_agrees_with_the_plain_one() -> None:
+    draw = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(n, 2, 128, generator=draw) for n in (70, 90, 90))
+    torch.testing.assert_close(attend(query, key, value, fused=True), attend(query, key, value))
+
+
 @pytest.fixture
 def reduction_allowed():
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()

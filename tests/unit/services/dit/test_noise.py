@@ -6,7 +6,8 @@ import torch
 
 from core.geometry import chunk_table
 from h3stream.request import ClipSpec
-from services.dit.noise import ClipNoise
+from services.dit.noise import ClipNoise, dense_noise
+from services.dit.rows import audio_rows
 
 CPU = torch.device("cpu")
 
@@ -52,3 +53,13 @@ def test_a_restored_state_repeats_its_draws(clip: ClipSpec) -> None:
     assert not torch.equal(noise.step(chunk).audio, first.audio)
     noise.restore(state)
     assert torch.equal(noise.step(chunk).audio, first.audio)
+
+
+def test_dense_noise_is_video_latents_and_then_audio_rows(clip: ClipSpec) -> None:
+    generator = torch.Generator().manual_seed(clip.seed)
+    before = torch.get_rng_state()
+    noise = dense_noise(clip, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(noise.video, torch.randn(1, 24, 22, 2, 4, generator=generator))
+    assert torch.equal(audio_rows(noise.audio), torch.randn(2 * 122, 32, generator=generator))
+    assert noise.audio.shape == (1, 32, 2, 122)

@@ -67,6 +67,13 @@ class Dit:
         assert tensors is not None
         return steps, tensors.finish()
 
+    async def sample_dense(self) -> list[tuple[int, int]]:
+        call = self.stub.SampleDense(workers_pb2.SampleDenseRequest(session_id="s"))
+        return [(response.step.step, response.step.num_steps) async for response in call]
+
+    async def leave(self) -> None:
+        await self.shell.LeavePhase(workers_pb2.LeavePhaseRequest())
+
     async def commit(self, index: int) -> workers_pb2.CommitChunkResponse:
         return await self.stub.CommitChunk(workers_pb2.CommitChunkRequest(session_id="s", chunk_index=index))
 
@@ -188,3 +195,73 @@ async def test_a_stream_that_is_not_a_header_and_its_tensors_is_refused(
         error = from_rpc_error(raised.value)
         assert isinstance(error, InvalidRequestError)
         assert message in error.message
+
+
+async def test_a_dense_clip_is_sampled_as_a_whole_and_sent_in_chunks(
+    dit: Dit, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    opened = await dit.open(dense_clip, context, token_tags)
+    assert opened.kv_storage == types_pb2.KV_STORAGE_UNSPECIFIED
+    assert opened.kv_storage_fallback_reason == ""
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.sample(0)
+    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert await dit.sample_dense() == [(1, 3), (2, 3), (3, 3)]
+    await dit.leave()
+    assert await dit.sample_dense() == []
+    audio_latents = []
+    for index in (4, 0, 1, 2, 3, 0):
+        steps, tensors = await dit.sample(index)
+        assert steps == []
+        assert tensors["video"].shape == (1, 24, 2 if index == 4 else 5, 2, 4)
+        audio_latents.append(tensors["audio"].shape[3])
+    assert audio_latents == [8, 29, 28, 28, 29, 29]
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.commit(0)
+    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    closed = await dit.close()
+    assert (closed.was_open, closed.num_noise_forwards, closed.num_clean_forwards) == (True, 3, 0)
+    assert closed.peak_kv_bytes == 0
+
+
+async def test_a_cancelled_dense_call_stops_within_one_forward_and_goes_on_to_the_same_clip(
+    dit: Dit, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    clip = dataclasses.replace(dense_clip, num_frames=22, steps=20)
+    await dit.enter()
+    await dit.open(clip, context, token_tags)
+    await dit.sample_dense()
+    _, untouched = await dit.sample(1)
+    await dit.close()
+
+    await dit.open(clip, context, token_tags)
+    transformer = dit.process._served.worker._model.transformer
+    slow = transformer.norm_out.norm.register_forward_pre_hook(lambda module, args: time.sleep(0.2))
+    call = dit.stub.SampleDense(workers_pb2.SampleDenseRequest(session_id="s"))
+    response = await call.read()
+    assert (response.step.step, response.step.num_steps) == (1, 20)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+    slow.remove()
+
+    steps = await dit.sample_dense()
+    assert steps[0][0] in (2, 3)  # at most one forward was under way
+    assert steps == [(step, 20) for step in range(steps[0][0], 21)]
+    _, again = await dit.sample(1)
+    assert torch.equal(again["video"], untouched["video"])
+    assert torch.equal(again["audio"], untouched["audio"])
+    assert (await dit.close()).num_noise_forwards == 20
+
+
+async def test_a_streaming_session_is_not_sampled_as_a_whole(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    await dit.open(clip, context, token_tags)
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.sample_dense()
+    error = from_rpc_error(raised.value)
+    assert isinstance(error, UnsupportedError)
+    assert "sample it chunk by chunk" in error.message
