@@ -1,20 +1,19 @@
 """The two published VAEs, decoder sides only, on the host.
 
-Everything here is about files: which keys there are, which are needed, which dtype each is kept in. The modules are
-diffusers' own; what they compute is left to `video_stream.py` and `audio_stream.py`.
+Which files they are in and what their keys mean is known in `services/checkpoints`; here the modules, which are
+diffusers' own, are made and filled. What they compute is left to `video_stream.py` and `audio_stream.py`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from core.geometry import (
@@ -28,14 +27,19 @@ from core.geometry import (
     VIDEO_LATENT_CHANNELS,
 )
 from h3stream.errors import CheckpointError
-from services.common.checkpoint import header_digest, read_config, weight_files
+from h3stream.job import ModelPart
+from services.checkpoints import audio_vae, video_vae
+from services.checkpoints.components import FOLDERS, part_path
+from services.checkpoints.identify import expect, identify
+from services.checkpoints.key_map import Rule
+from services.checkpoints.layout import NAMES
+from services.checkpoints.source import Checkpoint, open_checkpoint
+from services.checkpoints.vae_files import STATISTICS, Architecture, read_map
+from services.common.parts import model_part, weight_digests
+from services.common.weights import load_parameters, read_tensors
 
-VIDEO_CLASS = "AutoencoderKLMiniMaxH3"
-AUDIO_CLASS = "AutoencoderKLMiniMaxH3Audio"
-
-_UNUSED_VIDEO = ("encoder", "quant_conv")
-_UNUSED_AUDIO = ("encoder", "pre_block", "mean_proj", "logs_proj")
-"""Top-level modules that decoding never reads; their weights stay in the file."""
+_MAX_ROUNDING = 2.0**-7
+"""Largest relative difference between a statistic and a rounded copy of it in a weight file; bfloat16 has 2^-8."""
 
 
 @dataclass(frozen=True)
@@ -60,101 +64,157 @@ class VaeModels:
     """diffusers' audio VAE without its encoder, weight norm folded into plain weights."""
     audio_statistics: LatentStatistics
     """Of the 32 audio latent channels."""
+    parts: tuple[ModelPart, ...]
+    """What the two were loaded from."""
     digests: dict[str, str]
-    """Weight files below the model directory, name to digest of header and size."""
+    """Weight files, by folder and name, to the digest of a sample of them."""
 
 
-def load_models(model_directory: Path, video_dtype: torch.dtype) -> VaeModels:
-    """Loads `vae/` and `audio_vae/` of a model directory.
+def load_models(
+    model_directory: Path | None,
+    video_dtype: torch.dtype,
+    *,
+    video_path: Path | None = None,
+    audio_path: Path | None = None,
+) -> VaeModels:
+    """Loads both VAEs from a model directory, or from files and folders that replace its own.
 
     video_dtype: compute dtype of the video decoder; the modules that the published class pins to float32 stay so.
-    Raises CheckpointError, naming the file and the key, for anything missing, unknown, swapped or of a wrong shape.
+    Raises ConfigError if a path is missing, CheckpointError, naming file and keys, for anything that is not the VAE it
+    should be, and for whatever is missing, unknown, of a wrong shape or a wrong dtype.
     """
-    video_directory, audio_directory = model_directory / "vae", model_directory / "audio_vae"
-    video_config, audio_config = read_config(video_directory), read_config(audio_directory)
-    _check_classes(video_config, audio_config)
-    from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio  # seconds to import, so only here
+    video_path = part_path(model_directory, "video_vae", video_path)
+    audio_path = part_path(model_directory, "audio_vae", audio_path)
+    _refuse_swapped(video_path, audio_path)
+    video_files = _open("video_vae", video_path, model_directory)
+    audio_files = _open("audio_vae", audio_path, model_directory)
+    video_statistics = _statistics(video_files, VIDEO_LATENT_CHANNELS)
+    audio_statistics = _statistics(audio_files, AUDIO_LATENT_CHANNELS)
+    video, audio = _load_video(video_files, video_dtype), _load_audio(audio_files)
+    _check_geometry(video, audio)
+    return VaeModels(
+        video=video.eval().requires_grad_(False),
+        video_statistics=video_statistics,
+        audio=audio.eval().requires_grad_(False),
+        audio_statistics=audio_statistics,
+        parts=(video_files.part(), audio_files.part()),
+        digests=weight_digests(video_files.checkpoint) | weight_digests(audio_files.checkpoint),
+    )
 
-    video = _build(AutoencoderKLMiniMaxH3, video_config, video_directory)
+
+class _Vae(Protocol):
+    """What `services.checkpoints.video_vae` and `.audio_vae` know about their files."""
+
+    UNUSED_MODULES: tuple[str, ...]
+
+    def architecture(self, checkpoint: Checkpoint, layout: str, directories: list[Path]) -> Architecture: ...
+
+    def faults(self, checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]: ...
+
+    def key_map(self, layout: str, config: dict[str, Any]) -> dict[str, Rule]: ...
+
+
+_VAES: dict[Literal["video_vae", "audio_vae"], _Vae] = {"video_vae": video_vae, "audio_vae": audio_vae}
+
+
+@dataclass(frozen=True)
+class _VaeFiles:
+    """The files of one VAE, found to be in order."""
+
+    component: Literal["video_vae", "audio_vae"]
+    """Which of the two."""
+    checkpoint: Checkpoint
+    """The files."""
+    layout: str
+    """The layout of their keys."""
+    architecture: Architecture
+    """What the class is made with."""
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """Rules of the stored tensors that decoding needs."""
+        vae = _VAES[self.component]
+        return read_map(vae.key_map(self.layout, self.architecture.config), vae.UNUSED_MODULES)
+
+    def part(self) -> ModelPart:
+        """What is told about them."""
+        read = (self.checkpoint.tensors[key] for key in self.rules)
+        return model_part(self.component, self.layout, self.checkpoint, read)
+
+
+def _refuse_swapped(video_path: Path, audio_path: Path) -> None:
+    video, audio = (identify(open_checkpoint(path)) for path in (video_path, audio_path))
+    if video and audio and (video.component, audio.component) == ("audio_vae", "video_vae"):
+        raise CheckpointError(
+            f"the two VAEs are swapped: {video_path}, given as the video VAE, is the audio VAE ({video.layout} layout) "
+            f"and {audio_path}, given as the audio VAE, is the video VAE ({audio.layout} layout)"
+        )
+
+
+def _open(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> _VaeFiles:
+    """Opens the files of a VAE and checks their headers. Raises CheckpointError with everything that is wrong."""
+    checkpoint, recognition = expect(path, component)
+    lenders = [model_directory / folder for folder in FOLDERS[component]] if model_directory is not None else []
+    architecture = _VAES[component].architecture(checkpoint, recognition.layout, lenders)
+    faults = _VAES[component].faults(checkpoint, recognition.layout, architecture)
+    if faults:
+        origin = architecture.source or "the shapes in it"
+        raise CheckpointError(
+            f"{path}, taken for the {NAMES[component]} in the {recognition.layout} layout with the dimensions of "
+            f"{origin}: {'; '.join(faults)}"
+        )
+    return _VaeFiles(component, checkpoint, recognition.layout, architecture)
+
+
+def _load_video(files: _VaeFiles, dtype: torch.dtype) -> Any:
+    from diffusers import AutoencoderKLMiniMaxH3  # seconds to import, so only here
+
+    video = _build(AutoencoderKLMiniMaxH3, files)
     # The rotary frequencies are no checkpoint key: made again, since they were built without memory.
     video.decoder.rope = type(video.decoder.rope)(
         int(video.config.decoder_attention_head_dim * video.config.decoder_rope_dim_ratio),
         theta=video.config.decoder_rope_theta,
     )
     pinned = frozenset(video._keep_in_fp32_modules)
-    _load(
-        video,
-        video_directory,
-        _UNUSED_VIDEO,
-        dtype_of=lambda key: torch.float32 if pinned.intersection(key.split(".")) else video_dtype,
+    video.load_state_dict(
+        load_parameters(
+            files.checkpoint.tensors,
+            files.rules,
+            dtype_of=lambda key: torch.float32 if pinned.intersection(key.split(".")) else dtype,
+        ),
+        assign=True,
     )
-    audio = _build(AutoencoderKLMiniMaxH3Audio, audio_config, audio_directory)
-    _load(audio, audio_directory, _UNUSED_AUDIO, dtype_of=lambda key: torch.float32)
-    _fold_weight_norm(audio)
-    _check_geometry(video, audio)
-    return VaeModels(
-        video=video.eval().requires_grad_(False),
-        video_statistics=_statistics(video_config, video_directory, VIDEO_LATENT_CHANNELS),
-        audio=audio.eval().requires_grad_(False),
-        audio_statistics=_statistics(audio_config, audio_directory, AUDIO_LATENT_CHANNELS),
-        digests={
-            str(path.relative_to(model_directory)): header_digest(path)
-            for directory in (video_directory, audio_directory)
-            for path in weight_files(directory)
-        },
+    return video
+
+
+def _load_audio(files: _VaeFiles) -> Any:
+    from diffusers import AutoencoderKLMiniMaxH3Audio
+
+    audio = _build(AutoencoderKLMiniMaxH3Audio, files)
+    is_folded = files.layout == "comfyui"
+    if is_folded:
+        _fold_weight_norm(audio)
+    audio.load_state_dict(
+        load_parameters(files.checkpoint.tensors, files.rules, dtype_of=lambda key: torch.float32), assign=True
     )
+    if not is_folded:
+        _fold_weight_norm(audio)
+    return audio
 
 
-def _check_classes(video_config: dict[str, Any], audio_config: dict[str, Any]) -> None:
-    found = video_config.get("_class_name"), audio_config.get("_class_name")
-    if found == (AUDIO_CLASS, VIDEO_CLASS):
-        raise CheckpointError("the two VAEs are swapped: vae/ holds the audio VAE and audio_vae/ holds the video VAE")
-    for folder, name, expected in zip(("vae", "audio_vae"), found, (VIDEO_CLASS, AUDIO_CLASS), strict=True):
-        if name != expected:
-            raise CheckpointError(f"{folder}/config.json names the class {name!r}, expected {expected!r}")
-
-
-def _build(model_class: Any, config: dict[str, Any], directory: Path) -> Any:
-    """The class with the shapes of its configuration and no memory for weights."""
+def _build(model_class: Any, files: _VaeFiles) -> Any:
+    """The decoding side of the class, with the shapes of the architecture and no memory for weights."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            # The published audio class is built on torch's older weight norm, which says so; it is folded away below.
+            # The published audio class is built on torch's older weight norm, which says so; it is folded away.
             warnings.simplefilter("ignore", FutureWarning)
-            return model_class.from_config(config)
+            model = model_class.from_config(files.architecture.config)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{directory}/config.json does not describe a model: {error}") from error
-
-
-def _load(model: Any, directory: Path, unused: tuple[str, ...], dtype_of: Callable[[str], torch.dtype]) -> None:
-    """Fills the model from its safetensors files, tensor by tensor, and drops its unused modules."""
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    for name in unused:
+        origin = files.architecture.source or f"{files.checkpoint.path}: its shapes"
+        raise CheckpointError(f"{origin} does not describe a model: {error}") from error
+    for name in _VAES[files.component].UNUSED_MODULES:
         delattr(model, name)
-    state: dict[str, torch.Tensor] = {}
-    seen: dict[str, Path] = {}
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    if key not in shapes:
-                        raise CheckpointError(f"{path} holds {key!r}, which {type(model).__name__} does not have")
-                    if key in seen:
-                        raise CheckpointError(f"{key!r} is in {seen[key]} and again in {path}")
-                    seen[key] = path
-                    if key.split(".", 1)[0] in unused:
-                        continue
-                    if file.get_slice(key).get_shape() != list(shapes[key]):
-                        raise CheckpointError(
-                            f"{path}: {key!r} has shape {file.get_slice(key).get_shape()}, "
-                            f"config.json asks for {list(shapes[key])}"
-                        )
-                    state[key] = file.get_tensor(key).to(dtype_of(key))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    missing = sorted(key for key in model.state_dict() if key not in state)
-    if missing:
-        raise CheckpointError(f"{directory} lacks {len(missing)} weights, the first is {missing[0]!r}")
-    model.load_state_dict(state, strict=True, assign=True)
+    return model
 
 
 def _fold_weight_norm(model: nn.Module) -> None:
@@ -184,13 +244,52 @@ def _check_geometry(video: Any, audio: Any) -> None:
             raise CheckpointError(f"{what} is {found}, expected {expected}")
 
 
-def _statistics(config: dict[str, Any], directory: Path, channels: int) -> LatentStatistics:
-    values = []
-    for name in ("latents_mean", "latents_std"):
-        value = config.get(name)
-        if not isinstance(value, list) or len(value) != channels or not all(math.isfinite(x) for x in value):
-            raise CheckpointError(f"{directory}/config.json: {name} must be {channels} finite numbers")
-        values.append(tuple(float(x) for x in value))
-    if min(values[1]) <= 0:
-        raise CheckpointError(f"{directory}/config.json: latents_std must be above 0")
-    return LatentStatistics(*values)
+def _statistics(files: _VaeFiles, channels: int) -> LatentStatistics:
+    """The latent statistics of a configuration, else the copies in the weight file, which may be rounded.
+
+    Raises CheckpointError if there are none, they are impossible, or the weights' own configuration has others.
+    """
+    path, tensors = files.checkpoint.path, files.checkpoint.tensors
+    stored = None
+    if tensors.keys() >= set(STATISTICS):
+        read = read_tensors({key: tensors[key] for key in STATISTICS})
+        stored = _checked_statistics({key: tensor.tolist() for key, tensor in read}, path, channels)
+    for file in files.architecture.files:
+        if all(file.values.get(key) is None for key in STATISTICS):
+            continue
+        told = _checked_statistics(file.values, file.path, channels)
+        if stored is None or _are_alike(told, stored):
+            return told
+        if file.is_own:
+            raise CheckpointError(
+                f"{file.path} has other latent statistics than {path}: one of the two belongs to another model"
+            )
+    if stored is None:
+        folder = FOLDERS[files.component][0]
+        raise CheckpointError(
+            f"{path} holds no latent statistics, and no config.json with {' and '.join(STATISTICS)} was found; put the "
+            f"{folder}/config.json of the published diffusers repository beside the weights, or give --model DIR that "
+            "has it"
+        )
+    return stored
+
+
+def _checked_statistics(values: Mapping[str, Any], source: Path, channels: int) -> LatentStatistics:
+    found = []
+    for name in STATISTICS:
+        value = values.get(name)
+        if not isinstance(value, list) or len(value) != channels or not all(map(_is_finite, value)):
+            raise CheckpointError(f"{source}: {name} must be {channels} finite numbers")
+        found.append(tuple(float(x) for x in value))
+    if min(found[1]) <= 0:
+        raise CheckpointError(f"{source}: {STATISTICS[1]} must be above 0")
+    return LatentStatistics(*found)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= torch.finfo(torch.float32).max  # NaN compares false
+
+
+def _are_alike(told: LatentStatistics, stored: LatentStatistics) -> bool:
+    pairs = zip(told.mean + told.std, stored.mean + stored.std, strict=True)
+    return all(math.isclose(a, b, rel_tol=_MAX_ROUNDING, abs_tol=1e-6) for a, b in pairs)

@@ -85,7 +85,13 @@ class VaeWorker:
         """Loads the weights to the host. Raises CheckpointError if they are not what they should be."""
         device = resolve_device(config.device)
         self._config = config
-        self._models = load_models(config.model_directory, _video_dtype(config.video_dtype, device))
+        self._models = load_models(
+            config.model_directory,
+            _video_dtype(config.video_dtype, device),
+            video_path=config.video_vae,
+            audio_path=config.audio_vae,
+        )
+        self.parts = self._models.parts
         self.weight_digests = self._models.digests
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger is not None else None
         self.weights = DeviceWeights((self._models.video, self._models.audio), device, ledger)

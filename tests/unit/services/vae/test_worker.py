@@ -13,6 +13,7 @@ from services.common.verbs import VerbCancelled
 from services.vae.config import VaeConfig
 from services.vae.worker import VaeWorker
 from tests.unit.services.vae.harness import Recorder, latents, make_clip, run_clip
+from tests.vae_layouts import lend_config, write_vae
 
 CLIP = make_clip(22, 64, 64)
 
@@ -27,6 +28,22 @@ def decode(worker: VaeWorker, session_id: str, chunk_index: int, cancelled: Call
         session_id, chunk_index, *latents(worker, session_id, chunk_index), recorder.media.append, cancelled
     )
     return recorder
+
+
+def test_files_of_other_layouts_replace_those_of_the_model_directory(model_directory: Path, tmp_path: Path) -> None:
+    video, audio = (write_vae(tmp_path, component, "comfyui") for component in ("video", "audio"))
+    lender = lend_config(tmp_path / "model")
+    worker = VaeWorker(VaeConfig(lender, device="cpu", video_vae=video, audio_vae=audio))
+    assert [(part.component, part.layout, part.source) for part in worker.parts] == [
+        ("video_vae", "comfyui", "minimax_h3_video_vae.safetensors"),
+        ("audio_vae", "comfyui", "minimax_h3_audio_vae.safetensors"),
+    ]
+    mixed = VaeWorker(VaeConfig(model_directory, device="cpu", audio_vae=audio))
+    assert [(part.component, part.layout) for part in mixed.parts] == [
+        ("video_vae", "diffusers"),
+        ("audio_vae", "comfyui"),
+    ]
+    assert mixed.weight_digests.keys() == {"vae/diffusion_pytorch_model.safetensors", f"{tmp_path.name}/{audio.name}"}
 
 
 def test_the_first_answer_starts_the_stream_and_the_last_completes_it(worker: VaeWorker) -> None:
