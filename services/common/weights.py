@@ -62,9 +62,9 @@ def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Ten
                 yield key, _read(fd, key, stored)
 
 
-def read_tensor(stored: StoredTensor) -> Tensor:
-    """Reads one tensor. Raises CheckpointError."""
-    ((_, tensor),) = read_tensors({"": stored})
+def read_tensor(key: str, stored: StoredTensor) -> Tensor:
+    """Reads one tensor. Raises CheckpointError that names it by its key."""
+    ((_, tensor),) = read_tensors({key: stored})
     return tensor
 
 

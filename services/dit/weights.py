@@ -1,105 +1,122 @@
-"""The published DiT checkpoint into diffusers' module tree: straight from the files, every key accounted for."""
+"""The DiT's files into diffusers' module tree: every tensor accounted for, then one by one to where it stays."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from core.geometry import AUDIO_LATENT_CHANNELS, PATCH, VIDEO_LATENT_CHANNELS
 from h3stream.errors import CheckpointError
-from services.common.checkpoint import read_config, shard_files
+from h3stream.job import ModelPart
+from services.checkpoints import dit
+from services.checkpoints.dit import ISLANDS, Contents
+from services.checkpoints.dit_modules import INV_FREQ, DitLayout
+from services.checkpoints.identify import expect
+from services.checkpoints.source import Checkpoint
+from services.common.parts import model_part
+from services.common.weights import load_parameters, read_tensor
 
 if TYPE_CHECKING:
     from diffusers import MiniMaxH3Transformer3DModel
 
-ISLANDS = ("proj_in.", "audio_proj_in.", "time_embedder.", "proj_out.", "audio_proj_out.")
-"""Modules stored and run in float32, whatever the block stack computes in."""
-_PROBE = "transformer_blocks.0.attn.to_q.weight"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_GEOMETRY = {
-    "in_channels": VIDEO_LATENT_CHANNELS,
-    "audio_in_channels": AUDIO_LATENT_CHANNELS,
-    "patch_size": [1, PATCH, PATCH],
-}
+log = logging.getLogger(__name__)
+
+_COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_INV_FREQ_TOLERANCE = 1e-5
+"""Relative. Powers differ by some 1e-7 between machines, and by 1e-2 if the rotary base is larger by 1 %."""
 
 
-def load_transformer(directory: Path, compute_dtype: str) -> MiniMaxH3Transformer3DModel:
-    """The DiT of a `transformer/` directory in host memory, ready for inference.
+@dataclass(frozen=True)
+class TransformerFiles:
+    """A DiT on the disk, checked as far as headers go."""
 
-    compute_dtype: "float32", "bfloat16" or "auto" (as stored) for everything but the float32 islands.
-    Tensors whose dtype needs no change stay memory-mapped: there is no second copy.
-    Raises CheckpointError that lists every unknown, missing or misshapen key.
-    """
-    from diffusers import MiniMaxH3Transformer3DModel  # five seconds of import, only needed by whoever loads
+    checkpoint: Checkpoint
+    """Its files."""
+    layout: DitLayout
+    """The layout that they are read in."""
+    contents: Contents
+    """What they hold."""
 
-    config = read_config(directory)
-    for name, value in _GEOMETRY.items():
-        if config.get(name, value) != value:
-            raise CheckpointError(f"{directory / 'config.json'}: {name} is {config[name]}, the service needs {value}")
-    try:
+    @property
+    def part(self) -> ModelPart:
+        """What a worker tells about them."""
+        tensors, rules = self.checkpoint.tensors, self.contents.key_map
+        return model_part("dit", self.layout, self.checkpoint, (tensors[key] for key in rules if rules[key].targets))
+
+    def load(self, compute_dtype: str) -> MiniMaxH3Transformer3DModel:
+        """The model in host memory, ready for inference.
+
+        compute_dtype: "float32", "bfloat16" or "auto" (as stored) for everything but the float32 islands.
+        At no time is there more in memory than the model and one stored tensor.
+        Raises CheckpointError if the files cannot be read, or their dtypes are mixed and none is asked for.
+        """
+        from diffusers import MiniMaxH3Transformer3DModel  # five seconds of import, only needed by whoever loads
+
+        stack_dtype = self._stack_dtype(compute_dtype)
         with torch.device("meta"):
-            model = MiniMaxH3Transformer3DModel.from_config(config)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{directory / 'config.json'} does not describe a model: {error}") from error
-    tensors = _read_tensors(shard_files(directory))
-    _check_keys(directory, model.state_dict(), tensors)
-    _cast(directory, tensors, compute_dtype)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    # Not stored: computed here from the configuration, in float32.
-    model.rope = type(model.rope)(model.config.rope_freq_dim, model.config.rope_theta)
-    return model.requires_grad_(False).eval()
-
-
-def _read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    if key in tensors:
-                        raise CheckpointError(f"{path} holds {key!r}, which another file of the checkpoint holds too")
-                    tensors[key] = file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return tensors
-
-
-def _check_keys(directory: Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    problems = [f"unknown key {key!r}" for key in sorted(found.keys() - expected.keys())]
-    problems += [f"missing key {key!r}" for key in sorted(expected.keys() - found.keys())]
-    problems += [
-        f"{key!r} is {list(found[key].shape)}, expected {list(expected[key].shape)}"
-        for key in sorted(expected.keys() & found.keys())
-        if found[key].shape != expected[key].shape
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{directory}: {len(expected.keys() & found.keys())} of {len(expected)} keys found; {'; '.join(problems)}"
+            model = MiniMaxH3Transformer3DModel(**dataclasses.asdict(self.contents.architecture))
+        parameters = load_parameters(
+            self.checkpoint.tensors,
+            self.contents.key_map,
+            lambda target: torch.float32 if target.startswith(ISLANDS) else stack_dtype,
         )
+        model.load_state_dict(parameters, strict=True, assign=True)
+        # Never loaded: computed here from the configuration, in float32.
+        model.rope = type(model.rope)(model.config.rope_freq_dim, model.config.rope_theta)
+        return model.requires_grad_(False).eval()
 
-
-def _cast(directory: Path, tensors: dict[str, Tensor], compute_dtype: str) -> None:
-    """Brings every tensor to the dtype it runs in, in place. Raises CheckpointError for quantised or mixed weights."""
-    quantised = sorted(key for key, tensor in tensors.items() if tensor.dtype not in _FLOATS)
-    if quantised:
-        raise CheckpointError(
-            f"{directory}: {len(quantised)} tensors are quantised, the first is {quantised[0]!r} "
-            f"({tensors[quantised[0]].dtype}); the adapter needs the modules it was trained on"
-        )
-    stored = tensors[_PROBE].dtype
-    target = stored if compute_dtype == "auto" else _DTYPES[compute_dtype]
-    stack = [key for key in tensors if not key.startswith(ISLANDS)]
-    if compute_dtype == "auto":
-        mixed: list[Any] = sorted({str(tensors[key].dtype) for key in stack})
-        if len(mixed) > 1 or stored == torch.float16:
+    def _stack_dtype(self, compute_dtype: str) -> torch.dtype | None:
+        """The dtype of the block stack; None where it stays as it is stored."""
+        if compute_dtype != "auto":
+            return _COMPUTE_DTYPES[compute_dtype]
+        stored = dit.stack_dtypes(self.checkpoint, self.layout)
+        if len(stored) > 1 or "F16" in stored:
             raise CheckpointError(
-                f"{directory}: the block stack is stored in {', '.join(mixed)}, so the compute dtype cannot be taken "
-                "from it; set compute_dtype to bfloat16 or float32"
+                f"{self.checkpoint.path}: the block stack is stored in {', '.join(stored)}, so the compute dtype "
+                "cannot be taken from it; set compute_dtype to bfloat16 or float32"
             )
-    for key, tensor in tensors.items():
-        tensors[key] = tensor.to(torch.float32 if key.startswith(ISLANDS) else target)
+        return None
+
+
+def open_transformer(path: Path, layout: str = "auto") -> TransformerFiles:
+    """The files of a DiT, checked by their headers.
+
+    path: a file or folder.  layout: "diffusers", "official", "comfyui" or "auto".
+    Raises CheckpointError for another part of the model, for a variant that is not taken, and for everything that is
+    wrong with the tensors, all of it in one error; ConfigError for a layout that contradicts them or must be given.
+    """
+    checkpoint, recognition = expect(path, "dit")
+    chosen = dit.choose_layout(checkpoint, recognition, layout)
+    faults = dit.file_problems(checkpoint, dataclasses.replace(recognition, layout=chosen))
+    if faults:
+        raise CheckpointError(f"{path}, read as a DiT in the {chosen} layout: {'; '.join(faults)}")
+    log.info("%s is read in the %s layout", path, chosen)
+    for note in dit.notes(checkpoint, chosen):
+        log.warning("%s: %s", path, note)
+    files = TransformerFiles(checkpoint, chosen, dit.describe(checkpoint, chosen))
+    _check_inv_freq(files)
+    return files
+
+
+def load_transformer(path: Path, compute_dtype: str, layout: str = "auto") -> MiniMaxH3Transformer3DModel:
+    """The DiT of a file or folder in host memory. Arguments and errors: `open_transformer`, `TransformerFiles.load`."""
+    return open_transformer(path, layout).load(compute_dtype)
+
+
+def _check_inv_freq(files: TransformerFiles) -> None:
+    """Stored frequencies must be those that are computed: else the model was trained with another rotary base."""
+    stored = dit.stored_inv_freq(files.checkpoint)
+    if stored is None:
+        return
+    expected = files.contents.architecture.inv_freq()
+    found = read_tensor(INV_FREQ, stored).tolist()
+    for index, (value, right) in enumerate(zip(found, expected, strict=True)):
+        if not abs(value - right) <= _INV_FREQ_TOLERANCE * right:  # NaN is no match either
+            raise CheckpointError(
+                f"{files.checkpoint.path}: {INV_FREQ}[{index}] is {value:.6g}, expected {right:.6g}: the model was "
+                f"trained with another rotary base than {files.contents.architecture.rope_theta:g}"
+            )
