@@ -201,7 +201,7 @@ def _notes(checkpoint: Checkpoint, layout: str) -> Iterator[str]:
             f"Norms and residual scales are stored as {' and '.join(sorted(lossy))}: they are computed in float32, but "
             "not with the precision of the float32 weights."
         )
-    if layout == "comfyui":
+    if any(key in checkpoint.tensors and checkpoint.tensors[key].info.dtype != "F32" for key in STATISTICS):
         yield "The latent statistics of a config.json beside it or in --model DIR are preferred to its rounded ones."
     if layout == "official":
         yield "It holds no latent statistics: they are read from the config.json of its folder or of --model DIR."

@@ -6,6 +6,7 @@ diffusers' own, are made and filled. What they compute is left to `video_stream.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ from services.checkpoints.source import Checkpoint, open_checkpoint
 from services.checkpoints.vae_files import STATISTICS, Architecture, read_map
 from services.common.parts import model_part, weight_digests
 from services.common.weights import load_parameters, read_tensors
+
+log = logging.getLogger(__name__)
 
 _MAX_ROUNDING = 2.0**-7
 """Largest relative difference between a statistic and a rounded copy of it in a weight file; bfloat16 has 2^-8."""
@@ -154,6 +157,8 @@ def _refuse_swapped(video_path: Path, audio_path: Path) -> None:
 def _open(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> _VaeFiles:
     """Opens the files of a VAE and checks their headers. Raises CheckpointError with everything that is wrong."""
     checkpoint, recognition = expect(path, component)
+    for note in recognition.notes:
+        log.info("%s: %s", path, note)
     lenders = [model_directory / folder for folder in FOLDERS[component]] if model_directory is not None else []
     architecture = _VAES[component].architecture(checkpoint, recognition.layout, lenders)
     faults = _VAES[component].faults(checkpoint, recognition.layout, architecture)

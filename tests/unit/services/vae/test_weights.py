@@ -270,7 +270,10 @@ def video_statistics(model_directory: Path, audio: Path, video: Path) -> LatentS
     return load_models(model_directory, torch.float32, video_path=video, audio_path=audio).video_statistics
 
 
-def test_a_configuration_goes_before_the_rounded_copies_of_a_half_precision_file(model: Path, tmp_path: Path) -> None:
+def test_a_configuration_goes_before_the_rounded_copies_of_a_half_precision_file(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "services.vae.weights")
     exact, audio = statistics("video"), model / "audio_vae"
     half = {key: tensor.half() for key, tensor in state("video", "comfyui").items()}
     file = write_weights(tmp_path / "files/video.safetensors", half)
@@ -280,6 +283,7 @@ def test_a_configuration_goes_before_the_rounded_copies_of_a_half_precision_file
         return torch.tensor(video_statistics(lender, audio, file).mean)
 
     assert torch.equal(found(), exact["latents_mean"].half().float())
+    assert "Norms and residual scales are stored as F16" in caplog.text
     # The model directory's are the same before rounding, so it knows better.
     write_json(lender / "vae/config.json", class_config("video"))
     assert torch.equal(found(), exact["latents_mean"])
