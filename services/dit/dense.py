@@ -1,7 +1,8 @@
 """The dense sampler: the whole clip, text and sound included, in one bidirectional forward per step.
 
-The schedule counts forwards: `steps` of them on `steps + 1` noise levels, the last 0. Velocity points from noise to
-data. The state is float32 and only seen by the model at its own precision.
+`steps` counts forwards; they run on `steps + 1` noise levels, the last of them 0. Latents and steps are float32,
+whatever the model computes in. From the same text, the same seed of a CPU generator and `steps + 1` grid points,
+diffusers' own pipeline makes the same clip; on a CPU, bit for bit.
 Source: docs/reference/h3-model.md §7.
 """
 
