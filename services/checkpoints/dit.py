@@ -9,7 +9,6 @@ Source: docs/reference/h3-model.md §2.2, §3, §10.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ MAX_LAYERS = 1000
 """Most blocks that are looked at; a file or configuration with more is wrong."""
 
 _MAX_SIZE = 1 << 24
+"""Largest width of a model, and largest number in its configuration."""
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before every key when it saves a model that it has loaded; the published files have neither."""
 _STACK_DTYPES = ("BF16", "F32", "F16")
@@ -86,7 +86,7 @@ def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]
     layout = _layout_of_names(recognition.layout)
     try:
         contents = _describe(checkpoint, layout)
-    except ValueError as error:
+    except ValueError as error:  # what does not depend on sizes can be told all the same
         rules = _header_rules(checkpoint, layout)
         return [str(error), *problems(checkpoint.tensors, rules, {}, lambda _: _STACK_DTYPES)]
     return [
@@ -265,7 +265,7 @@ def _rule(name: str, default: object) -> tuple[Callable[[Any], bool], str]:
     if isinstance(default, tuple):
         return (lambda value: value == default), str(list(default))
     if isinstance(default, float):
-        return (lambda v: type(v) in (int, float) and 0 < v < math.inf), "a number above 0"
+        return (lambda v: type(v) in (int, float) and 0 < v <= _MAX_SIZE), f"a number above 0 and up to {_MAX_SIZE}"
     largest = MAX_LAYERS if name.endswith("_layers") else _MAX_SIZE
     return (lambda value: type(value) is int and 1 <= value <= largest), f"a whole number from 1 to {largest}"
 

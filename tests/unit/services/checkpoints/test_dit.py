@@ -320,6 +320,7 @@ class TestSizes:
             ("hidden_size", True, "hidden_size is True, it must be a whole number from 1 to"),
             ("ffn_dim", 0, "ffn_dim is 0, it must be"),
             ("rope_theta", "1e4", "rope_theta is '1e4', it must be a number above 0"),
+            ("rope_theta", 10**400, "it must be a number above 0 and up to 16777216"),
             ("norm_eps", -1.0, "norm_eps is -1.0, it must be a number above 0"),
             ("patch_size", [1, 4, 4], "patch_size is (1, 4, 4), it must be [1, 2, 2]"),
             ("patch_size", {}, "patch_size is {}, it must be [1, 2, 2]"),
