@@ -36,6 +36,8 @@ _MAX_SIZE = 1 << 24
 """Largest width of a model, and largest number in its configuration."""
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before every key when it saves a model that it has loaded; the published files have neither."""
+_COMFYUI_NAME = "minimax_h3_"
+"""How the names of ComfyUI's files begin."""
 _STACK_DTYPES = ("BF16", "F32", "F16")
 _NUM_AXES = 3
 
@@ -76,7 +78,7 @@ def recognise(checkpoint: Checkpoint) -> Recognition | None:
     if refused is not None:
         variant, reason = refused
         return Recognition("dit", variant, refusal=reason)
-    return Recognition("dit", layout, notes=notes(checkpoint, layout))
+    return Recognition("dit", layout, notes=(*_order_notes(checkpoint, layout), *notes(checkpoint, layout)))
 
 
 def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
@@ -134,10 +136,8 @@ def choose_layout(checkpoint: Checkpoint, recognition: Recognition, wanted: str)
 
 
 def notes(checkpoint: Checkpoint, layout: str) -> tuple[str, ...]:
-    """What the owner of a DiT in this layout should know, in sentences."""
+    """What the owner of a DiT should know that is read in this layout, in sentences."""
     found = []
-    if layout == UNDECIDED:
-        found.append("Nothing shows which order its rows have: dit_layout must say official or comfyui.")
     if partition_of(checkpoint.path) == "ref2va":
         found.append("These are the ref2va weights, made for reference media; for text there are the fl2va weights.")
     dtypes = stack_dtypes(checkpoint, _layout_of_names(layout))
@@ -192,6 +192,16 @@ def _recognised_layout(checkpoint: Checkpoint) -> str | None:
     is_folder = checkpoint.headers[0].path != checkpoint.path
     is_shard = _SHARD_NAME.fullmatch(checkpoint.headers[0].path.name) is not None
     return UNDECIDED if (is_folder or is_shard) and not prefix else "comfyui"
+
+
+def _order_notes(checkpoint: Checkpoint, layout: str) -> tuple[str, ...]:
+    """How the order of rows was told, where it might be another: a wrong one shows in nothing but the pictures."""
+    if layout == UNDECIDED:
+        return ("Nothing shows which order its rows have: dit_layout must say official or comfyui.",)
+    is_known_name = checkpoint.path.name.startswith(_COMFYUI_NAME) or _prefix(checkpoint.tensors)
+    if layout == "comfyui" and not is_known_name:
+        return ("One file is taken to have ComfyUI's order of rows; if it was official, dit_layout must say official.",)
+    return ()
 
 
 def _layout_of_names(layout: str) -> DitLayout:

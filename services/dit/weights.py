@@ -95,7 +95,7 @@ def open_transformer(path: Path, layout: str = "auto") -> TransformerFiles:
     if faults:
         raise CheckpointError(f"{path}, read as a DiT in the {chosen} layout: {'; '.join(faults)}")
     log.info("%s is read in the %s layout", path, chosen)
-    for note in dit.notes(checkpoint, chosen):
+    for note in recognition.notes if layout == "auto" else dit.notes(checkpoint, chosen):
         log.warning("%s: %s", path, note)
     files = TransformerFiles(checkpoint, chosen, dit.describe(checkpoint, chosen))
     _check_inv_freq(files)

@@ -68,7 +68,7 @@ def small(layout: DitLayout, prefix: str = "") -> Tensors:
 
 def checkpoint(
     tensors: Tensors,
-    path: str = "/models/minimax_h3.safetensors",
+    path: str = "/models/minimax_h3_bf16.safetensors",
     files: tuple[str, ...] = (),
     *,
     has_index: bool = False,
@@ -257,7 +257,16 @@ class TestTheOrderOfRows:
         assert recognition is not None
         assert recognition.layout == layout
         assert file_problems(found, recognition) == []
-        assert any("dit_layout must say" in note for note in recognition.notes) == (layout == UNDECIDED)
+        assert any("Nothing shows which order" in note for note in recognition.notes) == (layout == UNDECIDED)
+
+    @pytest.mark.parametrize(
+        ("name", "prefix", "is_noted"),
+        [("h3", "", True), ("minimax_h3_fl2va_bf16", "", False), ("h3", "diffusion_model.", False)],
+    )
+    def test_a_file_of_another_name_is_taken_with_a_note(self, name: str, prefix: str, is_noted: bool) -> None:
+        recognition = recognised(small("official", prefix), f"/m/{name}.safetensors")
+        assert recognition.layout == "comfyui"
+        assert any("taken to have ComfyUI's order" in note for note in recognition.notes) == is_noted
 
     @pytest.mark.parametrize("wanted", ["official", "comfyui"])
     @pytest.mark.parametrize("layout", ["official", "comfyui", UNDECIDED])

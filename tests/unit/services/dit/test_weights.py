@@ -125,11 +125,15 @@ class TestTheLayouts:
         )
         assert (wrong - right).abs().max() > 0.1
 
-    def test_a_layout_that_cannot_be_told_must_be_said(self, tmp_path: Path) -> None:
+    def test_a_layout_that_cannot_be_told_must_be_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         folder = write_folder(tmp_path / "transformer", state("comfyui"))
+        save_file(state("comfyui"), file := tmp_path / "h3.safetensors")
         with pytest.raises(ConfigError, match="set dit_layout to official or to comfyui"):
             load_transformer(folder, "auto")
         assert open_transformer(folder, "comfyui").layout == "comfyui"
+        assert not caplog.records
+        assert open_transformer(file).layout == "comfyui"
+        assert "taken to have ComfyUI's order of rows" in caplog.text
         with pytest.raises(ConfigError, match="dit_layout is 'diffusers', but"):
             load_transformer(folder, "auto", "diffusers")
 
