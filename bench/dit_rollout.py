@@ -1,4 +1,4 @@
-"""What the DiT's cache, its modulation table and its storages are worth: ratios measured in one process.
+"""What the DiT's cache, its modulation table, its storages and its modes are worth: ratios measured in one process.
 
     python -m bench.dit_rollout [--threads N] [--repeats N]
 
@@ -16,17 +16,19 @@ from collections.abc import Callable
 import torch
 
 from core.budget import kv_rows
-from core.geometry import chunk_table, latent_size, num_rows
+from core.geometry import chunk_table, latent_size, num_clip_rows, num_rows
 from core.schedule import context_timestep
 from h3stream.request import ClipSpec
+from services.checkpoints.dit_modules import module_rows, official_modules
+from services.checkpoints.key_map import Rule
 from services.common.residency import resolve_device
 from services.dit.adaln import clip_timesteps, distinct, modulation, modulation_table
 from services.dit.adapters import Adapter, AdapterBank, LowRankPair
+from services.dit.dense import DenseSampler
 from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
 from services.dit.model import H3Dit
-from services.dit.names import official_modules
-from services.dit.noise import ClipNoise
+from services.dit.noise import ClipNoise, dense_noise
 from services.dit.rollout import Rollout, renoised
 
 CLIP = ClipSpec(
@@ -41,6 +43,7 @@ CLIP = ClipSpec(
     kv_storage="gpu",
     seed=0,
 )
+DENSE = dataclasses.replace(CLIP, mode="dense", sink=0, window=None)
 NUM_TOKENS = 64
 MODEL = {
     "hidden_size": 384,
@@ -65,12 +68,13 @@ def make_model(device: torch.device) -> tuple[H3Dit, AdapterBank]:
     for name, parameter in transformer.named_parameters():
         if not name.startswith(("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")):
             parameter.data = parameter.data.bfloat16()
-    pairs = {}
+    pairs = []
     for official, names in official_modules(MODEL["num_layers"], 2).items():
         weights = [transformer.get_submodule(name).weight for name in names]
         rows, columns = sum(len(weight) for weight in weights), weights[0].shape[1]
-        pairs[official] = LowRankPair(torch.randn(RANK, columns) * 0.02, torch.randn(rows, RANK) * 0.02, RANK)
-    bank = AdapterBank(transformer, {"raven": Adapter(transformer, pairs)})
+        pair = LowRankPair(torch.randn(RANK, columns) * 0.02, torch.randn(rows, RANK) * 0.02, RANK)
+        pairs.append((Rule(names, module_rows(official, "comfyui")), pair))
+    bank = AdapterBank(transformer, {"raven": Adapter(pairs)})
     return H3Dit(transformer.to(device)), bank.to(device)
 
 
@@ -101,6 +105,9 @@ class Bench:
         self.noise = ClipNoise(CLIP, device)
         self.context = torch.randn(NUM_TOKENS, MODEL["text_dim"], device=device)
         self.tags = torch.ones(NUM_TOKENS, dtype=torch.int64, device=device)
+        self.text = self.model.refine_text(self.context, dense=True)
+        self.clip_noise = dense_noise(DENSE, device)
+        self.dense_layout = self.model.dense_layout(DENSE.num_frames, self.tags, *self.size)
         self.layouts = [self.model.chunk_layout(chunk, NUM_TOKENS, *self.size) for chunk in self.chunks]
 
     def history(self) -> KvCache:
@@ -145,6 +152,19 @@ class Bench:
             if not chunk.is_tail:
                 rollout.commit(chunk.index)
 
+    def dense_forward(self) -> None:
+        """One forward of the whole clip."""
+        timesteps = self.steps[1]
+        table = self.table[distinct(*timesteps)]
+        self.model.forward_dense(self.text, self.clip_noise, timesteps, self.dense_layout, table)
+
+    def dense_clip(self) -> None:
+        """A whole dense clip, with the adapter."""
+        mix = (("raven", 1.0),)
+        sampler = DenseSampler(self.model, self.adapters, mix, DENSE, self.context, self.tags, self.device)
+        for _ in range(DENSE.steps):
+            sampler.step()
+
 
 def main() -> None:
     """Measures and prints."""
@@ -180,6 +200,13 @@ def main() -> None:
     report("a clip with its cache in host memory, against one on the device", on_host, on_device)
     on, off = fastest(arguments.repeats, lambda: bench.clip(CLIP), lambda: bench.clip(CLIP, adapter=False))
     report(f"a clip with the rank {RANK} adapter, against one without", on, off)
+
+    dense_rows = NUM_TOKENS + num_clip_rows(DENSE.num_frames, DENSE.width, DENSE.height)
+    dense, cached = fastest(arguments.repeats, bench.dense_forward, lambda: bench.noise_forward(cache))
+    report(f"a dense forward of {dense_rows} rows, against that of the chunk", dense, cached)
+    streaming, dense = fastest(arguments.repeats, lambda: bench.clip(CLIP), bench.dense_clip)
+    num_forwards = len(bench.chunks) * (CLIP.steps + 1)  # the text's takes the place of the last chunk's clean one
+    report(f"a streaming clip of {num_forwards} forwards, against a dense one of {DENSE.steps}", streaming, dense)
 
 
 def report(what: str, slow_s: float, fast_s: float) -> None:

@@ -1,30 +1,26 @@
 """The RAVEN golden vectors: their model in the published layout, their cases, and a rollout that records everything."""
 
+import dataclasses
 import json
-import re
 import shutil
 from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from h3stream.request import ClipSpec
-from services.dit.adapters import Adapter, AdapterBank, AdapterMix, LowRankPair
+from services.checkpoints.adapter_registry import bind, read_adapter
+from services.checkpoints.dit_modules import Architecture, key_map
+from services.common.config import AdapterSource
+from services.common.weights import split_rows
+from services.dit.adapters import Adapter, AdapterBank, AdapterMix, load_adapter
 from services.dit.model import H3Dit
-from services.dit.names import official_modules, split_output_rows
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 
 FIXTURES = Path(__file__).parent / "fixtures" / "raven"
 LAYERS = 3
-
-_NORMS = {
-    "token_refiner.final_norm": "token_refiner.final_norm",
-    "final_layer.norm": "norm_out.norm",
-}
-_NORM_PARTS = {"attn.q_norm": "attn.norm_q", "attn.k_norm": "attn.norm_k", "norm1": "norm1", "norm2": "norm2"}
 
 
 @cache
@@ -98,44 +94,37 @@ def write_transformer(directory: Path) -> None:
 
 
 def published_tensors(official: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Official keys and fused rows to published ones; every key is used exactly once."""
-    modules = official_modules(LAYERS, 2)
-    published = {}
-    for key, tensor in official.items():
-        module, _, kind = key.rpartition(".")
-        if module == "rope":
-            continue
-        names = modules[module] if module in modules else (_published_norm(module),)
-        for name, part in zip(names, split_output_rows(module, tensor), strict=True):
-            published[f"{name}.{kind}"] = part.contiguous()
-    return published
+    """Official keys and stacked rows to published ones; every key is used exactly once."""
+    rules = key_map("comfyui", LAYERS, 2, num_heads=2)
+    assert rules.keys() == official.keys()
+    return {
+        target: part.contiguous()
+        for key, rule in rules.items()
+        if rule.targets
+        for target, part in zip(rule.targets, split_rows(rule, official[key]), strict=True)
+    }
 
 
-def _published_norm(module: str) -> str:
-    if module in _NORMS:
-        return _NORMS[module]
-    match = re.fullmatch(r"(token_refiner\.)?blocks\.(\d+)\.(.+)", module)
-    assert match is not None, module
-    prefix = "token_refiner.refiner_blocks" if match[1] else "transformer_blocks"
-    return f"{prefix}.{match[2]}.{_NORM_PARTS[match[3]]}"
+def architecture(transformer) -> Architecture:
+    """The sizes of a loaded model."""
+    names = {field.name for field in dataclasses.fields(Architecture)}
+    return Architecture(**{name: value for name, value in transformer.config.items() if name in names})
 
 
-def comfy_adapter(transformer) -> Adapter:
+def load(transformer, path: Path, *, is_streaming: bool = False) -> Adapter:
+    """An adapter's file, fitted to a model and read."""
+    header = dataclasses.replace(read_adapter(AdapterSource("a", path)), is_streaming=is_streaming)
+    return load_adapter(bind(header, architecture(transformer)).modules, transformer.config.num_attention_heads)
+
+
+def raven_adapter(transformer) -> Adapter:
+    """`lora_raven`, which has the real file's keys and changes every module."""
+    return load(transformer, FIXTURES / "lora_raven.safetensors", is_streaming=True)
+
+
+def extra_adapter(transformer) -> Adapter:
     """`lora_extra`, whose keys are ComfyUI's and whose ranks and alphas differ by module."""
-    prefix = "diffusion_model."
-    with safe_open(FIXTURES / "lora_extra.safetensors", framework="pt") as file:
-        keys = list(file.keys())
-        modules = {key.removeprefix(prefix).removesuffix(".alpha") for key in keys if key.endswith(".alpha")}
-        pairs = {
-            module: LowRankPair(
-                down=file.get_tensor(f"{prefix}{module}.lora_down.weight"),
-                up=file.get_tensor(f"{prefix}{module}.lora_up.weight"),
-                alpha=file.get_tensor(f"{prefix}{module}.alpha").item(),
-            )
-            for module in modules
-        }
-        assert 3 * len(pairs) == len(keys)
-    return Adapter(transformer, pairs)
+    return load(transformer, FIXTURES / "lora_extra.safetensors")
 
 
 class RecordingDit(H3Dit):

@@ -34,7 +34,6 @@ _PRUNED_INPUTS = {8, 64}
 """Inputs of the AdaLN projections of pruned DiTs (docs/reference/h3-model.md §3.2)."""
 _SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "BF16": "<f", "I64": "<q", "I32": "<i"}
 """Dtypes of alphas, as `struct` reads them; of BF16 the upper half of a F32."""
-_NO_ALPHA = f"without an alpha, which neither metadata nor a {FILE_NAME} beside {PEFT_WEIGHTS} states"
 _PARTITIONS = {
     "fl2va": {"fl2va", "fl2v", "t2va", "t2v", "i2va", "i2v"},
     "ref2va": {"ref2va", "ref2v", "r2va", "r2v"},
@@ -186,9 +185,7 @@ def _problems(checkpoint: Checkpoint, keys: Keys) -> list[str]:
         if (rank := stated.rank(module)) not in (None, down[0]):
             wrong[f"of rank {down[0]}, where the PEFT configuration says {rank}"].append(module)
         if alpha is None and stated.alpha(module, down[0]) is None:
-            wrong[f"without an alpha: neither the metadata nor {FILE_NAME} beside {PEFT_WEIGHTS} states one"].append(
-                module
-            )
+            wrong[f"without an alpha, in the metadata or a {FILE_NAME} beside {PEFT_WEIGHTS}"].append(module)
     return faults + [f"{len(modules)} {what}: {summary(modules)}" for what, modules in wrong.items()]
 
 

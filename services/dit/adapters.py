@@ -1,39 +1,45 @@
-"""LoRA files to float32 residuals on the published modules, and which of them a pass uses. Nothing is ever fused.
+"""Adapters as float32 residuals on the published modules, and which of them a pass uses. Nothing is ever fused.
 
     out = round(float32(base_out) + sum over adapters of strength * alpha / rank * up(down(float32(x))))
 
+Matrices stay in the dtype of their file, in which they take least memory, and are widened for each call: to the same
+bits as if they were kept in float32.
 Source: docs/reference/raven-streaming.md §8.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from h3stream.errors import CheckpointError
-from services.dit.names import official_modules, split_output_rows
+from h3stream.job import AdapterInfo
+from services.checkpoints.adapter_registry import AdapterHeader, Binding, bind
+from services.checkpoints.adapters import AdapterModule
+from services.checkpoints.dit_modules import Architecture
+from services.checkpoints.header import content_digest
+from services.checkpoints.key_map import Rule
+from services.common.weights import read_tensors, split_rows
 
 if TYPE_CHECKING:
     from diffusers import MiniMaxH3Transformer3DModel
+
+log = logging.getLogger(__name__)
 
 AdapterMix = tuple[tuple[str, float], ...]
 """The adapters of a pass, each with its strength."""
 Term = tuple[Tensor, Tensor, float]
 """down `[rank, in]`, up `[out, rank]` and the scale of their product."""
 
-_RAVEN_KEY = re.compile(r"base_model\.model\.dit\.(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
-_ALPHA_KEYS = ("lora_alpha", "alpha", "raven_lora_alpha")
-_DEFAULT_ALPHA = 128.0
+_ATTACHABLE = (torch.float32, torch.bfloat16, torch.float16)
 _TEMP_BYTES = 64 << 20
 """Budget of the float32 temporaries of one residual; rows are processed in blocks that fit it."""
 _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 128, 1024
@@ -41,29 +47,28 @@ _MIN_BLOCK_ROWS, _MAX_BLOCK_ROWS = 128, 1024
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """The update of one official module."""
+    """The update of one module, as a file has it."""
 
     down: Tensor
-    """"A", `[rank, in]` float32."""
+    """"A", `[rank, in]` float32, bfloat16 or float16."""
     up: Tensor
-    """"B", `[out, rank]` float32, rows in the official order."""
+    """"B", `[out, rank]`, rows in the file's order."""
     alpha: float
     """The update is `alpha / rank * up @ down`."""
 
 
 class Adapter(nn.Module):
-    """One adapter, bound to the modules of a transformer."""
+    """The residuals of one adapter."""
 
-    def __init__(self, transformer: MiniMaxH3Transformer3DModel, pairs: Mapping[str, LowRankPair]) -> None:
-        """pairs: by official module name, checked against the transformer."""
+    def __init__(self, pairs: Iterable[tuple[Rule, LowRankPair]]) -> None:
+        """pairs: each with the published modules that it stands for; taken one by one and not kept."""
         super().__init__()
         self.tensors = nn.ParameterList()
         self.residuals: dict[str, tuple[nn.Parameter, nn.Parameter, float]] = {}
         """Published module name to down, up and alpha / rank."""
-        modules = _official_modules(transformer)
-        for official, pair in pairs.items():
-            down = self._keep(pair.down)  # shared by the modules that the official one was split into
-            for name, up in zip(modules[official], split_output_rows(official, pair.up), strict=True):
+        for rule, pair in pairs:
+            down = self._keep(pair.down)  # shared by the modules that a fused one was split into
+            for name, up in zip(rule.targets, split_rows(rule, pair.up), strict=True):
                 self.residuals[name] = (down, self._keep(up), pair.alpha / len(pair.down))
 
     def _keep(self, tensor: Tensor) -> nn.Parameter:
@@ -76,15 +81,16 @@ class AdapterBank(nn.Module):
     """All adapters of a transformer, attached to the calls of its modules; silent until a pass names some of them."""
 
     def __init__(self, transformer: MiniMaxH3Transformer3DModel, adapters: Mapping[str, Adapter]) -> None:
+        """Attaches all of them, or raises CheckpointError and attaches none."""
         super().__init__()
-        self.adapters = nn.ModuleDict(adapters)  # its tensors move with the module's
+        self.adapters = nn.ModuleList(adapters.values())  # their tensors move with the bank's
         self._by_name = dict(adapters)
         self._active: list[tuple[Adapter, float]] = []
         names = sorted({name for adapter in adapters.values() for name in adapter.residuals})
         modules = [transformer.get_submodule(name) for name in names]
         for name, module in zip(names, modules, strict=True):
             # A subclass may be a fused or quantised linear, whose kernel never runs the hook.
-            if type(module) is not nn.Linear or not module.weight.is_floating_point():
+            if type(module) is not nn.Linear or module.weight.dtype not in _ATTACHABLE:
                 raise CheckpointError(f"an adapter cannot be attached to {name}, a {type(module).__name__}")
         for name, module in zip(names, modules, strict=True):
             module.register_forward_hook(self._hook(name))
@@ -120,6 +126,7 @@ def add_residuals(x: Tensor, out: Tensor, terms: list[Term]) -> Tensor:
     ranks = sum(len(down) for down, _, _ in terms)
     row_bytes = 4 * (inputs.shape[1] + ranks + 2 * outputs.shape[1])
     block = min(max(_TEMP_BYTES // row_bytes, _MIN_BLOCK_ROWS), _MAX_BLOCK_ROWS)
+    terms = [(down.float(), up.float(), scale) for down, up, scale in terms]
     for base, rows in zip(outputs.split(block), inputs.split(block), strict=True):
         x32, total = rows.float(), base.float()
         for down, up, scale in terms:
@@ -129,98 +136,47 @@ def add_residuals(x: Tensor, out: Tensor, terms: list[Term]) -> Tensor:
     return out
 
 
-def load_raven_adapter(path: Path, transformer: MiniMaxH3Transformer3DModel) -> Adapter:
-    """The RAVEN adapter, bound to a transformer.
+def load_adapter(modules: Sequence[AdapterModule], num_heads: int) -> Adapter:
+    """Reads an adapter's matrices.
 
-    Raises CheckpointError that lists everything that does not fit: the adapter covers every linear module of the
-    transformer, and nothing is skipped.
+    modules: those that fit the transformer.  num_heads: the transformer's attention heads.
+    Raises CheckpointError if the file has changed or cannot be read any more.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys, problems = _raven_keys(list(file.keys()))
-            problems += _raven_problems(file, keys, transformer)
-            if problems:
-                expected = _official_modules(transformer).keys()
-                matched = sum(len(keys.get(module, {})) == 2 for module in expected)
-                raise CheckpointError(f"{path}: {matched} of {len(expected)} modules matched; {'; '.join(problems)}")
-            alpha = _alpha(path, file.metadata() or {})
-            pairs = {
-                module: LowRankPair(file.get_tensor(sides["A"]), file.get_tensor(sides["B"]), alpha)
-                for module, sides in keys.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"adapter {path} cannot be read: {error}") from error
-    return Adapter(transformer, pairs)
+    return Adapter(_read_pairs(modules, num_heads))
 
 
-def find_adapter(model_directory: Path) -> Path:
-    """The only safetensors file in a model directory's `adapters/`. Raises CheckpointError for none or several."""
-    directory = model_directory / "adapters"
-    found = sorted(directory.glob("*.safetensors"))
-    if len(found) != 1:
-        listed = ", ".join(path.name for path in found) or "none"
-        raise CheckpointError(f"{directory} must hold one adapter, found {listed}; name one with the setting `adapter`")
-    return found[0]
+def fit_adapters(
+    headers: Sequence[AdapterHeader], architecture: Architecture, partition: str, *, allow_partial: bool
+) -> list[tuple[AdapterHeader, Binding]]:
+    """Fits the adapters of a registry to a DiT before anything of either is read; arguments as of `bind`."""
+    fitted = []
+    for header in headers:
+        binding = bind(header, architecture, partition=partition, allow_partial=allow_partial)
+        if binding.faults:
+            log.warning("adapter %s is used in part: %s", header.name, "; ".join(binding.faults))
+        if partition and not header.partition:
+            log.info("adapter %s does not tell whether it is for the %s DiT, which is loaded", header.name, partition)
+        fitted.append((header, binding))
+    return fitted
 
 
-def _official_modules(transformer: MiniMaxH3Transformer3DModel) -> dict[str, tuple[str, ...]]:
-    return official_modules(transformer.config.num_layers, transformer.config.num_refiner_layers)
+def load_adapters(
+    transformer: MiniMaxH3Transformer3DModel, fitted: Sequence[tuple[AdapterHeader, Binding]]
+) -> tuple[AdapterBank, tuple[AdapterInfo, ...]]:
+    """Reads the adapters and attaches them; also what is to be told of each.  Raises CheckpointError."""
+    num_heads: int = transformer.config.num_attention_heads
+    adapters = {header.name: load_adapter(binding.modules, num_heads) for header, binding in fitted}
+    return AdapterBank(transformer, adapters), tuple(_info(header, binding) for header, binding in fitted)
 
 
-def _raven_keys(names: list[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Key of each side ("A", "B") of each official module, and what is wrong with the rest."""
-    keys: dict[str, dict[str, str]] = defaultdict(dict)
-    problems = []
-    for name in sorted(names):
-        match = _RAVEN_KEY.fullmatch(name)
-        if match is None:
-            problems.append(f"unknown key {name!r}")
-        elif match["side"] in keys[match["module"]]:
-            problems.append(f"{name!r} repeats {keys[match['module']][match['side']]!r}")
-        else:
-            keys[match["module"]][match["side"]] = name
-    return dict(keys), problems
+def _read_pairs(modules: Sequence[AdapterModule], num_heads: int) -> Iterator[tuple[Rule, LowRankPair]]:
+    stored = {f"{module.name}.{side}": getattr(module, side) for module in modules for side in ("down", "up")}
+    tensors = read_tensors(stored)
+    for module, (_, down), (_, up) in zip(modules, tensors, tensors, strict=True):
+        yield dataclasses.replace(module.rule, num_heads=num_heads), LowRankPair(down, up, module.alpha)
 
 
-def _raven_problems(file: Any, keys: dict[str, dict[str, str]], transformer: MiniMaxH3Transformer3DModel) -> list[str]:
-    """What is wrong with the modules and tensors that the keys name."""
-    modules = _official_modules(transformer)
-    problems = [f"module {module!r} is missing" for module in modules if module not in keys]
-    ranks: dict[int, str] = {}
-    for module, sides in keys.items():
-        if module not in modules:
-            problems.append(f"there is no module {module!r}")
-            continue
-        if len(sides) == 1:
-            problems.append(f"{next(iter(sides.values()))!r} has no other half")
-            continue
-        slices = {side: file.get_slice(key) for side, key in sides.items()}
-        problems += [
-            f"{sides[side]!r} is {part.get_dtype()}, expected F32"
-            for side, part in slices.items()
-            if part.get_dtype() != "F32"
-        ]
-        shape_a, shape_b = (tuple(slices[side].get_shape()) for side in "AB")
-        weights = [transformer.get_submodule(name).weight for name in modules[module]]
-        num_out, num_in = sum(len(weight) for weight in weights), weights[0].shape[1]
-        rank = shape_a[0]
-        if shape_a != (rank, num_in) or shape_b != (num_out, rank):
-            problems.append(
-                f"module {module!r}: A {list(shape_a)} and B {list(shape_b)} do not fit a weight [{num_out}, {num_in}]"
-            )
-        ranks.setdefault(rank, module)
-    if len(ranks) > 1:
-        problems.append("ranks differ: " + ", ".join(f"{rank} ({module})" for rank, module in sorted(ranks.items())))
-    return problems
-
-
-def _alpha(path: Path, metadata: dict[str, str]) -> float:
-    """Alpha from the file's metadata, else from `adapter_config.json` beside it, else RAVEN's own."""
-    config_path = path.parent / "adapter_config.json"
-    try:
-        config = json.loads(config_path.read_text()) if config_path.is_file() else {}
-        found = [metadata[key] for key in _ALPHA_KEYS if key in metadata]
-        found += [config[key] for key in _ALPHA_KEYS[:2] if key in config]
-        return float(found[0]) if found else _DEFAULT_ALPHA
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"the alpha of adapter {path} cannot be read: {error}") from error
+def _info(header: AdapterHeader, binding: Binding) -> AdapterInfo:
+    told = {field.name for field in dataclasses.fields(AdapterInfo)} - {"sha256", "num_bound_modules"}
+    facts = {name: getattr(header, name) for name in told}
+    return AdapterInfo(**facts, sha256=content_digest(header.path), num_bound_modules=len(binding.modules))

@@ -14,25 +14,29 @@ from core.budget import memory_budget
 from core.request import clip_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
-from services.common.checkpoint import header_digest, shard_files
+from services.checkpoints.adapter_registry import STREAMING_NAME, read_registry
+from services.checkpoints.components import part_path
+from services.checkpoints.dit import partition_of
+from services.checkpoints.header import read_header, sampled_digest
 from services.common.ledger import ResidencyLedger
+from services.common.parts import weight_digests
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, poll
 from services.dit.adaln import NUM_TAGS
-from services.dit.adapters import AdapterBank, AdapterMix, find_adapter, load_raven_adapter
+from services.dit.adapters import AdapterMix, fit_adapters, load_adapters
 from services.dit.config import DitConfig
 from services.dit.dense import DenseSampler, DenseSession
 from services.dit.kv_cache import KvStats
 from services.dit.model import H3Dit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
-from services.dit.weights import load_transformer
+from services.dit.weights import open_transformer
 
 log = logging.getLogger(__name__)
 
-RAVEN = "raven"
-"""Streaming was distilled into this adapter: it is then always on, at full strength."""
+STREAMING_STRENGTH = 1.0
+"""Streaming was distilled into its adapter: it is then always on, at full strength."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,24 @@ class DitWorker:
 
     def __init__(self, config: DitConfig) -> None:
         """Loads the weights into host memory. Raises CheckpointError if they are not what they should be."""
-        directory = config.model_directory / "transformer"
-        adapter_path = config.adapter or find_adapter(config.model_directory)
-        transformer = load_transformer(directory, config.compute_dtype)
-        self._adapters = AdapterBank(transformer, {RAVEN: load_raven_adapter(adapter_path, transformer)})
+        path = part_path(config.model_directory, "dit", config.dit)
+        files = open_transformer(path, config.dit_layout)
+        registry = read_registry(config.adapters, config.model_directory)
+        fitted = fit_adapters(
+            registry,
+            files.contents.architecture,
+            partition_of(path),
+            allow_partial=config.allow_partial_adapters,
+        )
+        transformer = files.load(config.compute_dtype)
+        self._adapters, self.adapters = load_adapters(transformer, fitted)
         self._model = H3Dit(transformer)
         self._device = resolve_device(config.device)
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
         self.weights = DeviceWeights([transformer, self._adapters], self._device, ledger)
-        self.weight_digests = {
-            f"{path.parent.name}/{path.name}": header_digest(path) for path in (*shard_files(directory), adapter_path)
+        self.parts = (files.part,)
+        self.weight_digests = weight_digests(files.checkpoint) | {
+            f"adapters/{header.name}": sampled_digest(read_header(header.path)) for header in registry
         }
         self._sessions: dict[str, Rollout | DenseSession] = {}
 
@@ -88,12 +100,13 @@ class DitWorker:
                 raise InvalidRequestError("session_id is empty")
             refuse(clip_violations(clip))
             _check_text(context, token_tags)
+            mix = self._mix(clip)
             self.weights.require()
             poll(cancelled)
             budget = memory_budget(clip, len(context), self._model.size, decode_bytes=0)
             log.info("session %s needs about %d bytes beside the weights: %s", session_id, budget.device_total, budget)
             with _out_of_memory(f"opening a session of about {budget.device_total} bytes"):
-                opened = self._start(clip, context, token_tags)
+                opened = self._start(clip, mix, context, token_tags)
             self._sessions[session_id] = opened
         elif opened.clip != clip:
             raise InvalidRequestError(f"session {session_id!r} is open with another clip: {opened.clip}")
@@ -154,8 +167,7 @@ class DitWorker:
             torch.cuda.empty_cache()  # the KV cache is worth more to the other workers than to this allocator
         return stats
 
-    def _start(self, clip: ClipSpec, context: Tensor, token_tags: Tensor) -> Rollout | DenseSession:
-        mix = self._mix(clip)
+    def _start(self, clip: ClipSpec, mix: AdapterMix, context: Tensor, token_tags: Tensor) -> Rollout | DenseSession:
         if clip.mode == "dense":
             return DenseSession(DenseSampler(self._model, self._adapters, mix, clip, context, token_tags, self._device))
         rollout = Rollout(self._model, self._adapters, mix, clip, len(context), self._device)
@@ -163,9 +175,26 @@ class DitWorker:
         return rollout
 
     def _mix(self, clip: ClipSpec) -> AdapterMix:
-        """The adapters of all forwards of a clip."""
+        """The adapters of all forwards of a clip.
+
+        Raises InvalidRequestError for names that are not in the registry, UnsupportedError for a streaming clip without
+        the streaming adapter.
+        """
         named = tuple((adapter.name, adapter.strength) for adapter in clip.adapters)
-        return named if clip.mode == "dense" else ((RAVEN, 1.0), *named)
+        known = [adapter.name for adapter in self.adapters]
+        if unknown := [name for name, _ in named if name not in known]:
+            listed = ", ".join(known) or "none"
+            raise InvalidRequestError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {listed}")
+        if clip.mode == "dense":
+            return named
+        streaming = next((adapter.name for adapter in self.adapters if adapter.is_streaming), None)
+        if streaming is None:
+            raise UnsupportedError(
+                f"there is no streaming adapter, so only dense clips can be made: give one as {STREAMING_NAME}=PATH"
+            )
+        if streaming in dict(named):
+            raise InvalidRequestError(f"{streaming} is always on in a streaming clip and must not be listed")
+        return ((streaming, STREAMING_STRENGTH), *named)
 
     def _session(self, session_id: str) -> Rollout | DenseSession:
         try:

@@ -9,16 +9,16 @@ import torch
 
 from core.geometry import chunk_table, latent_size, text_positions
 from core.schedule import context_timestep, timestep
-from services.dit.adapters import AdapterBank, load_raven_adapter
+from services.dit.adapters import AdapterBank
 from services.dit.noise import ClipNoise
 from services.dit.rows import chunk_position_ids
 from services.dit.weights import load_transformer
 from tests.raven_vectors import (
-    FIXTURES,
     Recording,
     case_clip,
     case_facts,
-    comfy_adapter,
+    extra_adapter,
+    raven_adapter,
     relative_l2,
     settings,
     tensors,
@@ -159,10 +159,10 @@ def test_bfloat16_agrees(directory, capsys):
 )
 def test_adapter_variants_agree(variant, dtype, extra, tolerance, directory, capsys):
     transformer = load_transformer(directory, dtype)
-    adapters = {"raven": load_raven_adapter(FIXTURES / "lora_raven.safetensors", transformer)}
+    adapters = {"raven": raven_adapter(transformer)}
     mix = (("raven", settings()["cases"]["a"]["variants"]["lora"]["lora"]["strength"]),)
     if extra:
-        adapters["extra"] = comfy_adapter(transformer)
+        adapters["extra"] = extra_adapter(transformer)
         mix = (*mix, ("extra", settings()["cases"]["a"]["variants"]["lora_extra"]["extra_strength"]))
     recording = Recording(transformer, AdapterBank(transformer, adapters), mix, "a")
     worst_l2, _ = compare(recording.tensors, tensors(f"a.expected.{variant}"), capsys, f"case a, {variant}")

@@ -11,12 +11,12 @@ import torch
 from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import KV_STORAGES, ClipSpec, KvStorage
 from services.common.verbs import VerbCancelled
-from services.dit.adapters import AdapterBank, AdapterMix, load_raven_adapter
+from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.model import H3Dit
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import load_transformer
-from tests.raven_vectors import FIXTURES
+from tests.raven_vectors import raven_adapter
 
 CPU = torch.device("cpu")
 TAIL = 4
@@ -26,8 +26,7 @@ RAVEN: AdapterMix = (("raven", 1.0),)
 @pytest.fixture(scope="module")
 def parts(model_directory: Path) -> tuple[H3Dit, AdapterBank]:
     transformer = load_transformer(model_directory / "transformer", "bfloat16")
-    adapter = load_raven_adapter(FIXTURES / "lora_raven.safetensors", transformer)
-    return H3Dit(transformer), AdapterBank(transformer, {"raven": adapter})
+    return H3Dit(transformer), AdapterBank(transformer, {"raven": raven_adapter(transformer)})
 
 
 @pytest.fixture

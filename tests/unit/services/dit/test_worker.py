@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import hashlib
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from h3stream.errors import CheckpointError, DeviceMemoryError, InvalidRequestError, UnsupportedError
-from h3stream.request import ClipSpec
+from h3stream.request import AdapterUse, ClipSpec
+from services.common.config import AdapterSource
 from services.common.ledger import read_ledger
 from services.common.verbs import VerbCancelled
 from services.dit.config import DitConfig
 from services.dit.worker import DitWorker
+from tests.adapter_files import named, official_pairs, write
 from tests.raven_vectors import FIXTURES
 
 
@@ -36,7 +41,7 @@ def session(worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags
 def test_weights_digests_and_the_device_are_described(worker: DitWorker) -> None:
     assert worker.weight_digests.keys() == {
         "transformer/diffusion_pytorch_model.safetensors",
-        "adapters/raven.safetensors",
+        "adapters/raven",
     }
     transformer_bytes = sum(p.nbytes for p in worker._model.transformer.parameters())
     adapter_bytes = sum(p.nbytes for p in worker._adapters.parameters())
@@ -44,10 +49,77 @@ def test_weights_digests_and_the_device_are_described(worker: DitWorker) -> None
     assert worker.weights.device_bytes == transformer_bytes + adapter_bytes + rope_bytes
 
 
-def test_an_adapter_can_be_named_in_the_settings(model_directory: Path) -> None:
-    named = DitConfig(model_directory, device="cpu", adapter=FIXTURES / "lora_extra.safetensors")
-    with pytest.raises(CheckpointError, match="0 of 31 modules matched"):  # it is there, but no RAVEN adapter
-        DitWorker(named)
+EXTRA = AdapterSource("extra", FIXTURES / "lora_extra.safetensors", 0.5)
+
+
+def test_adapters_of_the_settings_stand_beside_the_folders(model_directory: Path) -> None:
+    worker = DitWorker(DitConfig(model_directory, device="cpu", adapters=(EXTRA,)))
+    extra, raven = worker.adapters
+    assert (extra.name, extra.format, extra.num_bound_modules, extra.default_strength) == ("extra", "comfyui", 20, 0.5)
+    assert (raven.name, raven.is_streaming, raven.num_bound_modules) == ("raven", True, 31)
+    assert raven.sha256 == hashlib.sha256((FIXTURES / "lora_raven.safetensors").read_bytes()).hexdigest()
+    assert worker.weight_digests.keys() >= {"adapters/extra", "adapters/raven"}
+
+
+def test_a_further_adapter_changes_a_streaming_clip_and_only_that_clip(
+    model_directory: Path, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    worker = DitWorker(DitConfig(model_directory, device="cpu", compute_dtype="float32", adapters=(EXTRA,)))
+    worker.weights.enter()
+    sampled = []
+    for session_id, uses in (("plain", ()), ("styled", (AdapterUse("extra", 0.5),)), ("again", ())):
+        worker.open_session(session_id, dataclasses.replace(clip, adapters=uses), context, token_tags, never)
+        sampled.append(worker.sample_chunk(session_id, 0, ignore, never).video)
+    assert torch.equal(sampled[0], sampled[2])
+    assert (sampled[0] - sampled[1]).abs().max() > 1e-3
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_anything_runs(
+    worker: DitWorker, clip: ClipSpec, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    worker.weights.leave()
+    for plain, name, message in (
+        (clip, "ghost", "there is no adapter 'ghost'; there are raven"),
+        (dense_clip, "ghost", "there is no adapter 'ghost'; there are raven"),
+        (clip, "raven", "raven is always on in a streaming clip and must not be listed"),
+    ):
+        asked = dataclasses.replace(plain, adapters=(AdapterUse(name, 1.0),))
+        with pytest.raises(InvalidRequestError, match=message):
+            worker.open_session("s", asked, context, token_tags, never)
+    assert worker.session_ids() == []
+
+
+def test_without_the_streaming_adapter_there_are_dense_clips_only(
+    model_directory: Path, clip: ClipSpec, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    worker = DitWorker(DitConfig(dit=model_directory / "transformer", device="cpu", adapters=(EXTRA,)))
+    worker.weights.enter()
+    with pytest.raises(UnsupportedError, match="no streaming adapter, so only dense clips can be made"):
+        worker.open_session("s", clip, context, token_tags, never)
+    styled = dataclasses.replace(dense_clip, adapters=(AdapterUse("extra", 1.0),))
+    worker.open_session("s", styled, context, token_tags, never)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    pairs = official_pairs()
+    pairs["blocks.3.mlp.fc2"] = pairs["blocks.2.mlp.fc2"]
+    source = AdapterSource("style", write(tmp_path / "style.safetensors", named(pairs, "diffusion_model.")))
+    with pytest.raises(CheckpointError, match=r"31 of 32 modules match; .*: blocks\.3\.mlp\.fc2"):
+        DitWorker(DitConfig(model_directory, device="cpu", adapters=(source,)))
+    config = DitConfig(model_directory, device="cpu", adapters=(source,), allow_partial_adapters=True)
+    style, _ = DitWorker(config).adapters
+    assert (style.num_bound_modules, style.num_modules) == (31, 32)
+
+
+def test_an_adapter_for_the_other_weights_is_refused(model_directory: Path, tmp_path: Path) -> None:
+    dit = tmp_path / "minimax_h3_fl2va_tiny"
+    dit.symlink_to(model_directory / "transformer")
+    path = write(tmp_path / "style_ref2va.safetensors", named(official_pairs(), "diffusion_model."))
+    config = DitConfig(dit=dit, device="cpu", adapters=(AdapterSource("style", path),))
+    with pytest.raises(CheckpointError, match="was trained on the ref2va DiT, and the one that is loaded is fl2va"):
+        DitWorker(config)
 
 
 def test_a_chunk_is_sampled_once_and_sent_as_often_as_asked(session: DitWorker) -> None:
@@ -206,3 +278,110 @@ def test_phases_are_recorded_in_the_ledger(model_directory: Path, tmp_path: Path
     entries = read_ledger(tmp_path / "ledger")
     assert [(entry.worker, entry.event) for entry in entries] == [("dit", "enter"), ("dit", "leave")]
     assert entries[0].device_weight_bytes == worker.weights.host_bytes
+
+
+@pytest.fixture
+def dense(worker: DitWorker, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor) -> DitWorker:
+    assert worker.open_session("d", dense_clip, context, token_tags, never) is None  # no KV cache
+    return worker
+
+
+def test_a_dense_clip_is_sampled_once_and_its_chunks_need_no_weights(dense: DitWorker) -> None:
+    steps: list[tuple[int, int]] = []
+    dense.sample_dense("d", lambda done, total: steps.append((done, total)), never)
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    dense.weights.leave()
+    dense.sample_dense("d", lambda done, total: steps.append((done, total)), never)
+    assert len(steps) == 3
+    chunks = [dense.sample_chunk("d", index, ignore, never) for index in (3, 0, 3)]
+    assert torch.equal(chunks[0].video, chunks[2].video)
+    assert chunks[1].audio.shape == (1, 32, 2, 29)
+    stats = dense.close_session("d")
+    assert stats is not None
+    assert (stats.num_noise_forwards, stats.num_clean_forwards, stats.kv) == (3, 0, None)
+
+
+def test_dense_and_streaming_sessions_refuse_each_others_calls(dense: DitWorker, clip: ClipSpec) -> None:
+    with pytest.raises(UnsupportedError, match="chunk 0 is not there yet: sample the dense clip first"):
+        dense.sample_chunk("d", 0, ignore, never)
+    with pytest.raises(UnsupportedError, match="'d' has a dense clip, which has no KV cache: nothing to commit"):
+        dense.commit_chunk("d", 0, never)
+    dense.open_session("s", clip, torch.randn(5, 64), torch.ones(5, dtype=torch.int64), never)
+    with pytest.raises(UnsupportedError, match="session 's' streams its clip: sample it chunk by chunk"):
+        dense.sample_dense("s", ignore, never)
+    with pytest.raises(UnsupportedError, match="no session 'ghost'"):
+        dense.sample_dense("ghost", ignore, never)
+
+
+def test_a_dense_session_opens_twice_with_the_same_clip_only(
+    dense: DitWorker, dense_clip: ClipSpec, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    dense.sample_dense("d", ignore, never)
+    assert dense.open_session("d", dense_clip, context, token_tags, never) is None
+    dense.sample_chunk("d", 0, ignore, never)
+    for other in (clip, dataclasses.replace(dense_clip, seed=9)):
+        with pytest.raises(InvalidRequestError, match="open with another clip"):
+            dense.open_session("d", other, context, token_tags, never)
+
+
+def test_a_dense_clip_with_a_cache_is_refused(
+    worker: DitWorker, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        worker.open_session("d", dataclasses.replace(dense_clip, sink=2, window=2), context, token_tags, never)
+    assert [violation.field for violation in raised.value.violations] == ["sink", "window"]
+
+
+def test_a_dense_clip_uses_the_adapters_it_names_and_no_other(
+    worker: DitWorker, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    videos = []
+    for session_id, strength in (("none", None), ("half", 0.5), ("whole", 1.0), ("again", 0.5)):
+        uses = () if strength is None else (AdapterUse("raven", strength),)
+        worker.open_session(session_id, dataclasses.replace(dense_clip, adapters=uses), context, token_tags, never)
+        worker.sample_dense(session_id, ignore, never)
+        videos.append(worker.sample_chunk(session_id, 0, ignore, never).video)
+    none, half, whole, again = videos
+    assert torch.equal(half, again)
+    assert not torch.equal(none, half)
+    assert not torch.equal(half, whole)
+
+
+def test_sampling_a_dense_clip_needs_the_weights_and_survives_without_them(dense: DitWorker) -> None:
+    dense.weights.leave()
+    with pytest.raises(UnsupportedError, match="enter the phase first"):
+        dense.sample_dense("d", ignore, never)
+    dense.weights.enter()
+    with pytest.raises(VerbCancelled):
+        dense.sample_dense("d", ignore, always)
+    dense.sample_dense("d", ignore, never)
+
+
+def test_running_out_of_memory_in_a_dense_clip_is_a_typed_error_and_the_session_survives(
+    dense: DitWorker, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    transformer = dense._model.transformer
+    hook = transformer.transformer_blocks[1].norm2.register_forward_pre_hook(fail)
+    with pytest.raises(DeviceMemoryError, match="while sampling a dense clip"):
+        dense.sample_dense("d", ignore, never)
+    hook.remove()
+    dense.sample_dense("d", ignore, never)
+    hook = transformer.token_refiner.final_norm.register_forward_pre_hook(fail)
+    with pytest.raises(DeviceMemoryError, match=r"while opening a session of about \d+ bytes"):
+        dense.open_session("e", dense_clip, context, token_tags, never)
+    hook.remove()
+    assert dense.session_ids() == ["d"]
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_closing_a_dense_session_frees_what_it_held(dense: DitWorker, is_sampled: bool) -> None:
+    if is_sampled:
+        dense.sample_dense("d", ignore, never)
+    session = weakref.ref(dense._sessions["d"])
+    assert dense.close_session("d") is not None
+    gc.collect()
+    assert session() is None
+    assert dense.close_session("d") is None
