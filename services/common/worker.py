@@ -26,6 +26,11 @@ class Worker(Protocol):
     weight_digests: dict[str, str]
     """Weight files and adapters, name to digest."""
 
+    @property
+    def parts(self) -> tuple[ModelPart, ...]:
+        """Parts of the model that it holds."""
+        ...
+
     def session_ids(self) -> list[str]:
         """Open sessions."""
         ...
@@ -45,6 +50,8 @@ class ServedWorker:
     """Adds the worker's own service to a server."""
     libraries: tuple[str, ...] = field(default=("torch",))
     """Distributions whose versions decide the worker's results."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """Adapters that the worker holds; only the DiT has any."""
 
 
 class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
@@ -53,8 +60,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
     def __init__(self, served: ServedWorker) -> None:
         self._worker = served.worker
         self._runner = served.runner
-        self._parts: tuple[ModelPart, ...] = getattr(served.worker, "parts", ())
-        self._adapters: tuple[AdapterInfo, ...] = getattr(served.worker, "adapters", ())
+        self._adapters = served.adapters
         self._versions = {name: metadata.version(name) for name in served.libraries}
 
     async def Describe(self, request: workers_pb2.DescribeRequest, context: Any) -> workers_pb2.DescribeResponse:
@@ -67,7 +73,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
             weight_digests=self._worker.weight_digests,
             library_versions=self._versions,
             session_ids=self._worker.session_ids(),
-            parts=map(model_part_to_proto, self._parts),
+            parts=map(model_part_to_proto, self._worker.parts),
             adapters=map(adapter_to_proto, self._adapters),
         )
 

@@ -33,6 +33,7 @@ def build(config: DitConfig) -> ServedWorker:
         service_name="h3stream.v1.DitService",
         register=register,
         libraries=("torch", "diffusers", "safetensors"),
+        adapters=worker.adapters,
     )
 
 

@@ -220,7 +220,7 @@ class FakeLaneHost:
             fake = FakeWorker(worker, self.ledger)
             runner = VerbRunner(worker.value)
             server = RpcServer(())
-            served = ServedWorker(fake, runner, "", lambda _: None)
+            served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters)
             workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
             register(service(fake, self.script), server.server)
             addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")

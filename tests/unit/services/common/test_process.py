@@ -61,7 +61,10 @@ class LinearWorker:
 
 
 def build(config: WorkerConfig) -> ServedWorker:
-    return ServedWorker(LinearWorker(config), VerbRunner("dit"), "h3stream.v1.DitService", lambda server: None)
+    worker = LinearWorker(config)
+    return ServedWorker(
+        worker, VerbRunner("dit"), "h3stream.v1.DitService", lambda server: None, adapters=worker.adapters
+    )
 
 
 @pytest.fixture
