@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -173,4 +174,7 @@ class RayLane:
 def _cause(error: BaseException) -> str:
     """The worker's own message, without Ray's traceback around it."""
     cause = getattr(error, "cause", None)
-    return str(cause) if cause is not None else str(error).strip().splitlines()[-1]
+    if cause is not None:
+        return str(cause)
+    # Of an actor that could not be made only the text of its traceback is left, which ends with class and message.
+    return re.sub(r"^h3stream\.errors\.\w+: ", "", str(error).strip().splitlines()[-1])

@@ -72,7 +72,7 @@ class AdapterInfo:
     max_alpha: float
     """Largest alpha of its modules."""
     num_bound_modules: int
-    """Modules of the DiT that it changes, counted as the file names them."""
+    """Modules of the DiT that it changes, counted as the file names them; 0 while the model is being loaded."""
     num_modules: int
     """Modules that the file names."""
     num_parameters: int

@@ -84,7 +84,7 @@ def _adapter_row(adapter: AdapterInfo) -> tuple[str, ...]:
         f"{adapter.default_strength:g}",
         adapter.format,
         ranks if adapter.max_rank else "-",
-        modules if adapter.num_modules else "-",
+        modules if adapter.num_bound_modules else "-",
         ", ".join([*(["streaming"] * adapter.is_streaming), *schedule]) or "-",
         adapter.file_name or "-",
     )

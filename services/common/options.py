@@ -36,7 +36,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
         elif field.type == _ADAPTERS:
             parser.add_argument(flag, action="append", metavar="[NAME=]PATH[:STRENGTH]", **options)
         else:
-            parser.add_argument(flag, metavar=flag.removeprefix("--").replace("-", "_").upper(), **options)
+            metavar = "PATH" if str(field.type).startswith("Path") else field.name.upper()
+            parser.add_argument(flag, metavar=metavar, **options)
 
 
 def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,10 @@ class Clip:
     latents_sha256: str = ""
 
 
-def start_server(model: Path, directory: Path, *arguments: str) -> Server:
+def start_server(model: Path | None, directory: Path, *arguments: str) -> Server:
     log = directory / "server.log"
-    command = [sys.executable, "-m", "orchestrator", "--model", str(model), "--listen", "127.0.0.1:0"]
+    given = [] if model is None else ["--model", str(model)]
+    command = [sys.executable, "-m", "orchestrator", *given, "--listen", "127.0.0.1:0"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [*command, "--data", str(directory / "data"), *arguments],
