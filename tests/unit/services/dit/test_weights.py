@@ -29,7 +29,9 @@ from services.checkpoints.dit_modules import (
 from services.checkpoints.header import read_header
 from services.checkpoints.key_map import stored_shape
 from services.common.weights import split_rows
+from services.dit.config import DitConfig
 from services.dit.weights import load_transformer, open_transformer
+from services.dit.worker import DitWorker
 from tests.dit_layouts import LAYOUTS, class_config, state, write_folder, write_layout
 from tests.h3_vectors import case
 from tests.weight_files import published, write_sparse
@@ -124,6 +126,18 @@ class TestTheLayouts:
             velocity(load_transformer(path, "auto", layout), "t2va")[0] for layout in ("comfyui", "official")
         )
         assert (wrong - right).abs().max() > 0.1
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_worker_takes_each_of_them_without_a_model_directory(self, tmp_path: Path, layout: DitLayout) -> None:
+        path = write_layout(tmp_path, layout)
+        worker = DitWorker(DitConfig(dit=path, dit_layout=layout, device="cpu"))
+        (part,) = worker.parts
+        assert (part.component, part.layout, part.source) == ("dit", layout, path.name)
+        folder = path if path.is_dir() else path.parent
+        assert worker.weight_digests.keys() == {
+            f"{folder.name}/{file.name}" for file in folder.iterdir() if file.suffix == ".safetensors"
+        }
+        assert worker.weights.host_bytes == part.num_bytes + 4 * class_config()["rope_freq_dim"]
 
     def test_a_layout_that_cannot_be_told_must_be_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         folder = write_folder(tmp_path / "transformer", state("comfyui"))
