@@ -83,7 +83,7 @@ class Format:
     data_types: tuple[str, ...] = ("F32", "BF16", "F16")
     """Dtypes that its matrices may have."""
     partition: str = ""
-    """The DiT weights that its prefix names; empty if it names none."""
+    """The DiT weights that all its adapters were trained on; empty if there are some of either."""
 
     def takes(self, key: LoraKey) -> bool:
         """Whether a key is written in this format, whatever the module."""
@@ -117,8 +117,9 @@ RAVEN = Format(
     alpha_settings=("lora_alpha", "alpha", "raven_lora_alpha"),
     has_alpha_tensors=False,
     data_types=("F32",),
+    partition="fl2va",
 )
-"""The adapter that streaming was distilled into; its default alpha is that of the published file."""
+"""The adapter that streaming was distilled into, for text to video; its default alpha is the published file's."""
 PEFT = Format("peft", "base_model.model.", "published", adapter="any", default_alpha=None)
 FORMATS = (
     RAVEN,

@@ -174,6 +174,7 @@ def test_streaming_takes_the_only_adapter_of_ravens_format_or_the_one_called_rav
 def test_the_schedule_of_streaming_is_its_shifts_for_any_steps() -> None:
     (header,) = read_registry((AdapterSource("raven", RAVEN_FILE),), None)
     assert (header.trained_steps, header.trained_video_shift, header.trained_audio_shift) == (None, 12, 3)
+    assert header.partition == "fl2va"
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------

@@ -346,6 +346,13 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     }
 
 
+def test_keys_of_another_format_are_unknown_even_where_the_format_has_no_prefix(tmp_path: Path) -> None:
+    bare = {"blocks.0.mlp.fc2": (A, B), "blocks.1.mlp.fc2": (A, B)}
+    for others in (named({"blocks.2.mlp.fc2": (A, B)}, "diffusion_model."), named({"proj_in": (A, B)})):
+        (problem,) = problems_of(write(tmp_path / "a.safetensors", named(bare) | others))
+        assert problem.startswith("2 unknown: ")
+
+
 @pytest.mark.parametrize(
     ("name", "tensors", "note"),
     [
@@ -357,6 +364,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         ("minimax_h3_fl2v_turbo_4step", named({"proj_in": (A, B)}, "transformer."), ""),
         ("MiniMax-H3-Ref2VA-style", named({"proj_in": (A, B)}, "transformer."), "It was trained on the ref2va DiT"),
         ("a", named({"proj_in": (A, B)}, "transformer_ref."), "It was trained on the ref2va DiT"),
+        ("a", named({"video_patch_proj": (A, B)}, RAVEN), ""),
         ("ref2va_to_fl2va", named({"proj_in": (A, B)}, "transformer."), "Whether it was trained"),
         ("preset2va", named({"proj_in": (A, B)}, "transformer."), "Whether it was trained"),
     ],
