@@ -15,8 +15,8 @@ from services.checkpoints.header import Header, TensorInfo, open_file, read_head
 
 MAX_JSON_BYTES = 16 << 20
 """Largest configuration or index that is read."""
-MAX_FILES = 1000
-"""Most weight files of one component."""
+MAX_FILES = 512
+"""Most weight files of one component: all of them may be open at a time, and a process may usually open 1024."""
 MAX_HEADER_BYTES = 16 << 20
 """Most bytes of headers of one component: a thousand files may not take a thousand times what one may."""
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -64,7 +64,7 @@ _VISION = re.compile(
 
 
 @dataclass(frozen=True)
-class _Names:
+class Names:
     """How a layout calls the parts of the model."""
 
     language: str
@@ -73,10 +73,11 @@ class _Names:
     """Prefix of the vision tower's keys."""
 
 
-_NAMES = {
-    "transformers": _Names("model.language_model.", "model.visual."),
-    "comfyui": _Names("model.", "visual."),
+NAMES = {
+    "transformers": Names("model.language_model.", "model.visual."),
+    "comfyui": Names("model.", "visual."),
 }
+"""By layout."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Contents:
 
 def recognise(checkpoint: Checkpoint) -> Recognition | None:
     """What the checkpoint is, by its keys, dtypes and configuration; None if it is no Qwen3 model."""
-    for layout, names in _NAMES.items():
+    for layout, names in NAMES.items():
         layer = re.compile(re.escape(names.language) + r"layers\.[0-9]+\.self_attn\.q_norm\.weight")
         if any(layer.fullmatch(key) for key in checkpoint.tensors):
             refusal = _refusal(checkpoint, layout)
@@ -161,7 +162,7 @@ def describe(checkpoint: Checkpoint, recognition: Recognition) -> Contents:
     Raises ValueError, saying what is wrong in words that can follow the file's name, if its configuration or its
     sizes make no model that H3 reads.
     """
-    names = _NAMES[recognition.layout]
+    names = NAMES[recognition.layout]
     settings = _settings(checkpoint, names)
     is_nvfp4 = _is_nvfp4(checkpoint, recognition.layout)
     num_stored = settings["num_hidden_layers"]
@@ -189,7 +190,7 @@ def marker_problem(key: str, text: bytes) -> str | None:
 
 def _refusal(checkpoint: Checkpoint, layout: str) -> str | None:
     """Why a Qwen3 model cannot be used, as a clause that goes on from the file's name."""
-    names = _NAMES[layout]
+    names = NAMES[layout]
     if checkpoint.config is not None and (kind := checkpoint.config.get("model_type")) != "qwen3_vl":
         return f"has a config.json of type {kind!r:.40}, expected 'qwen3_vl': H3 reads Qwen3-VL-32B"
     if checkpoint.config is None and not any(key.startswith(names.vision) for key in checkpoint.tensors):
@@ -212,12 +213,12 @@ def _refusal(checkpoint: Checkpoint, layout: str) -> str | None:
 def _is_nvfp4(checkpoint: Checkpoint, layout: str) -> bool:
     """Whether linear weights are NVFP4 as ComfyUI packs it; other tools order codes and scales otherwise."""
     return layout == "comfyui" and any(
-        key.endswith(".self_attn.q_proj.weight_scale_2") and key.startswith(_NAMES[layout].language)
+        key.endswith(".self_attn.q_proj.weight_scale_2") and key.startswith(NAMES[layout].language)
         for key in checkpoint.tensors
     )
 
 
-def _settings(checkpoint: Checkpoint, names: _Names) -> dict[str, Any]:
+def _settings(checkpoint: Checkpoint, names: Names) -> dict[str, Any]:
     """The language model's configuration, with as many layers as are stored. Raises ValueError."""
     if checkpoint.config is None:
         settings = _PUBLISHED_SETTINGS | _sizes(checkpoint, names)
@@ -226,7 +227,7 @@ def _settings(checkpoint: Checkpoint, names: _Names) -> dict[str, Any]:
         if not isinstance(stated, dict):
             raise ValueError("its config.json has no text_config")
         settings = dict(stated)
-    for name in (*_SIZES, "num_hidden_layers"):
+    for name in (*SIZES, "num_hidden_layers"):
         if type(value := settings.get(name)) is not int or value < 1:
             raise ValueError(f"its config.json states {name} {value!r:.40}; it must be an integer of 1 or more")
     if settings["num_hidden_layers"] > MAX_LAYERS:
@@ -244,7 +245,7 @@ def _settings(checkpoint: Checkpoint, names: _Names) -> dict[str, Any]:
     return settings
 
 
-_SIZES = (
+SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -252,9 +253,10 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+"""Settings that shapes tell."""
 
 
-def _sizes(checkpoint: Checkpoint, names: _Names) -> dict[str, Any]:
+def _sizes(checkpoint: Checkpoint, names: Names) -> dict[str, Any]:
     """The sizes of the language model as shapes tell them. Raises ValueError."""
     rows: list[int] = []
     for name in (
@@ -356,7 +358,7 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _is_unread(key: str, names: _Names, unread_layers: range) -> bool:
+def _is_unread(key: str, names: Names, unread_layers: range) -> bool:
     if key in ("lm_head.weight", f"{names.language}norm.weight"):
         return True
     if key.startswith(names.vision):

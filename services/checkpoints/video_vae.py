@@ -89,8 +89,8 @@ _OFFICIAL_WORDS = (
     (".conv_shortcut.", ".nin_shortcut."),
 )
 """Parts of diffusers' keys and what the official keys have in their place."""
-_OFFICIAL_ONLY = "decoder.mask_token"
-"""Of masked training; no inference reads it."""
+MASK_TOKEN = "decoder.mask_token"
+"""Key that only official names have: of masked training, zeros; no inference reads it."""
 
 
 def recognise(checkpoint: Checkpoint) -> Recognition | None:
@@ -147,7 +147,7 @@ def key_map(layout: str, config: dict[str, Any]) -> dict[str, Rule]:
     if layout == "diffusers":
         return identity(keys)
     heads = config["decoder_num_attention_heads"]
-    rules = {_OFFICIAL_ONLY: Rule(())}
+    rules = {MASK_TOKEN: Rule(())}
     for key in keys:
         if ".attn.to_q." in key:
             parts = tuple(key.replace(".to_q.", f".to_{part}.") for part in "qkv")

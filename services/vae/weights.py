@@ -89,10 +89,10 @@ def load_models(
     video_path = part_path(model_directory, "video_vae", video_path)
     audio_path = part_path(model_directory, "audio_vae", audio_path)
     _refuse_swapped(video_path, audio_path)
-    video_files = _open("video_vae", video_path, model_directory)
-    audio_files = _open("audio_vae", audio_path, model_directory)
-    video_statistics = _statistics(video_files, VIDEO_LATENT_CHANNELS)
-    audio_statistics = _statistics(audio_files, AUDIO_LATENT_CHANNELS)
+    video_files = open_vae("video_vae", video_path, model_directory)
+    audio_files = open_vae("audio_vae", audio_path, model_directory)
+    video_statistics = latent_statistics(video_files, VIDEO_LATENT_CHANNELS)
+    audio_statistics = latent_statistics(audio_files, AUDIO_LATENT_CHANNELS)
     video, audio = _load_video(video_files, video_dtype), _load_audio(audio_files)
     _check_geometry(video, audio)
     return VaeModels(
@@ -121,7 +121,7 @@ _VAES: dict[Literal["video_vae", "audio_vae"], _Vae] = {"video_vae": video_vae, 
 
 
 @dataclass(frozen=True)
-class _VaeFiles:
+class VaeFiles:
     """The files of one VAE, found to be in order."""
 
     component: Literal["video_vae", "audio_vae"]
@@ -154,7 +154,7 @@ def _refuse_swapped(video_path: Path, audio_path: Path) -> None:
         )
 
 
-def _open(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> _VaeFiles:
+def open_vae(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> VaeFiles:
     """Opens the files of a VAE and checks their headers. Raises CheckpointError with everything that is wrong."""
     checkpoint, recognition = expect(path, component)
     for note in recognition.notes:
@@ -168,10 +168,10 @@ def _open(component: Literal["video_vae", "audio_vae"], path: Path, model_direct
             f"{path}, taken for the {NAMES[component]} in the {recognition.layout} layout with the dimensions of "
             f"{origin}: {'; '.join(faults)}"
         )
-    return _VaeFiles(component, checkpoint, recognition.layout, architecture)
+    return VaeFiles(component, checkpoint, recognition.layout, architecture)
 
 
-def _load_video(files: _VaeFiles, dtype: torch.dtype) -> Any:
+def _load_video(files: VaeFiles, dtype: torch.dtype) -> Any:
     from diffusers import AutoencoderKLMiniMaxH3  # seconds to import, so only here
 
     video = _build(AutoencoderKLMiniMaxH3, files)
@@ -192,7 +192,7 @@ def _load_video(files: _VaeFiles, dtype: torch.dtype) -> Any:
     return video
 
 
-def _load_audio(files: _VaeFiles) -> Any:
+def _load_audio(files: VaeFiles) -> Any:
     from diffusers import AutoencoderKLMiniMaxH3Audio
 
     audio = _build(AutoencoderKLMiniMaxH3Audio, files)
@@ -207,7 +207,7 @@ def _load_audio(files: _VaeFiles) -> Any:
     return audio
 
 
-def _build(model_class: Any, files: _VaeFiles) -> Any:
+def _build(model_class: Any, files: VaeFiles) -> Any:
     """The decoding side of the class, with the shapes of the architecture and no memory for weights."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
@@ -249,7 +249,7 @@ def _check_geometry(video: Any, audio: Any) -> None:
             raise CheckpointError(f"{what} is {found}, expected {expected}")
 
 
-def _statistics(files: _VaeFiles, channels: int) -> LatentStatistics:
+def latent_statistics(files: VaeFiles, channels: int) -> LatentStatistics:
     """The latent statistics of a configuration, else the copies in the weight file, which may be rounded.
 
     Raises CheckpointError if there are none, they are impossible, or the weights' own configuration has others.
