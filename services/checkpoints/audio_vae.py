@@ -192,9 +192,9 @@ def _derived_decoder(
     dilations = PUBLISHED.defaults["resblock_dilation_sizes"][0]
     if not set(kernels) <= _RATES.keys() or any(len(shapes) > len(dilations) for shapes in convolutions):
         raise CheckpointError(
-            f"{checkpoint.path}: upsampling kernels of {kernels} and residual blocks of "
-            f"{[len(shapes) for shapes in convolutions]} convolutions are not those of the published audio VAE, so "
-            "rates and dilations are unknown; put the config.json of this model beside it, or give --model DIR with "
+            f"{checkpoint.path}: upsampling kernels of {kernels!s:.80} and residual blocks of "
+            f"{[len(shapes) for shapes in convolutions]!s:.80} convolutions are not those of the published audio VAE, "
+            "so rates and dilations are unknown; put the config.json of this model beside it, or give --model DIR with "
             "audio_vae/config.json"
         )
     return {

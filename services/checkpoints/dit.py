@@ -22,7 +22,7 @@ from services.checkpoints.dit_variants import refused_variant
 from services.checkpoints.key_map import Rule, Shape, problems, summary
 from services.checkpoints.layout import Recognition
 from services.checkpoints.printable import printable
-from services.checkpoints.source import Checkpoint, StoredTensor
+from services.checkpoints.source import SHARD_NAME, Checkpoint, StoredTensor
 
 CLASS_NAME = "MiniMaxH3Transformer3DModel"
 ISLANDS = ("proj_in.", "audio_proj_in.", "time_embedder.", "proj_out.", "audio_proj_out.")
@@ -51,7 +51,6 @@ _PUBLISHED_KEY = re.compile(
 """Keys that no other published model has."""
 _BLOCK = re.compile(r"(?:transformer_)?blocks\.([0-9]{1,4})\.")
 _REFINER_BLOCK = re.compile(r"token_refiner\.(?:refiner_)?blocks\.([0-9]{1,4})\.")
-_SHARD_NAME = re.compile(r".*-[0-9]+-of-[0-9]+\.safetensors")
 _PARTITION = re.compile(r"(?<![a-z0-9])(fl2va|ref2va)(?![a-z0-9])")
 
 
@@ -190,7 +189,7 @@ def _recognised_layout(checkpoint: Checkpoint) -> str | None:
         # ComfyUI's is one file by definition, and only ComfyUI puts something before the names.
         return UNDECIDED if prefix else "official"
     is_folder = checkpoint.headers[0].path != checkpoint.path
-    is_shard = _SHARD_NAME.fullmatch(checkpoint.headers[0].path.name) is not None
+    is_shard = SHARD_NAME.fullmatch(checkpoint.headers[0].path.name) is not None
     return UNDECIDED if (is_folder or is_shard) and not prefix else "comfyui"
 
 

@@ -183,7 +183,7 @@ def _look_at_weights(place: Place) -> Finding:
         kind=recognition.component,
         layout=recognition.layout,
         refusal=recognition.refusal,
-        problems=tuple(problems),
+        problems=tuple(_after(place.path, problem) for problem in problems),
         notes=recognition.notes,
     )
     match recognition.component:
@@ -278,7 +278,7 @@ def _size(path: Path) -> int:
 
 def _after(path: Path, message: str) -> str:
     """A message about a file without its path, which the finding has."""
-    return message.removeprefix(str(path)).lstrip("/: ")
+    return message.removeprefix(str(path)).lstrip("/: ") if message.startswith(str(path)) else message
 
 
 # ---- telling --------------------------------------------------------------------------------------------------------

@@ -7,17 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from core.prompt import ALLOWED_SPECIAL_TOKENS
 from services.checkpoints import report
 from services.checkpoints.__main__ import main
+from services.checkpoints.header import BITS, read_header
 from services.checkpoints.report import Finding, as_json, as_table, exit_status, inspect
+from tests import dit_layouts, text_encoder_files, vae_layouts
 from tests.weight_files import TABLES, file_bytes, published, write_sparse
 
 ROOT = Path(__file__).parents[4]
@@ -194,6 +198,102 @@ def test_nothing_to_look_at_is_told_by_the_exit_status(tmp_path: Path) -> None:
     assert exit_status(inspect([fine])) == 0
     assert exit_status(inspect([fine, tmp_path / "absent"])) == 2
     assert exit_status(inspect([tmp_path / "empty"])) == 2
+
+
+GOLDEN = sorted((TABLES.parent / "h3").glob("*_state*.safetensors")) + sorted(
+    (TABLES.parent / "raven").glob("lora_*.safetensors")
+)
+CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dit": lambda: dict(dit_layouts.class_config()),
+    "video": lambda: vae_layouts.class_config("video"),
+    "audio": lambda: vae_layouts.class_config("audio"),
+    "text": lambda: {"model_type": "qwen3_vl", **text_encoder_files.GOLDEN["transformers_config"]},
+}
+PLACES = st.floats(0, 1, exclude_max=True)
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["remove", "reshape", "scalar", "retype", "rename", "renumber", "prefix"]),
+        PLACES,
+        st.lists(st.sampled_from([0, 1, 2, 3, 5, 48, 4096]), max_size=5),
+        st.sampled_from(sorted(name for name, bits in BITS.items() if bits >= 8)),
+        st.sampled_from(["x", ".0", "\x1b[31m", "999999999", "1" * 40, "é"]),
+    ),
+    max_size=4,
+)
+SCRAPS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=3),
+    st.lists(st.one_of(st.integers(), st.none()), max_size=3),
+    st.builds(dict),
+)
+METADATA = st.dictionaries(
+    st.sampled_from(["format", "lora_alpha", "alpha", "h3_hidden_state_index", "lora_adapter_metadata"]),
+    st.sampled_from(["pt", "8", "nan", "-1", "1e999", "{", "[]", '{"transformer.r": []}', "99999"]),
+)
+
+
+def edited(
+    tensors: dict[str, tuple[Sequence[int], str]], edits: Sequence[tuple[str, float, list[int], str, str]]
+) -> dict[str, tuple[Sequence[int], str]]:
+    """Tensors with some of them changed: what, where among them, and to which shape, dtype or name."""
+    for what, where, shape, dtype, text in edits:
+        key = list(tensors)[int(where * len(tensors))]
+        old_shape, old_dtype = tensors[key]
+        match what:
+            case "remove":
+                del tensors[key]
+            case "reshape":
+                tensors[key] = (shape, old_dtype)
+            case "scalar":
+                tensors[key] = ((), old_dtype)
+            case "retype":
+                tensors[key] = (old_shape, dtype)
+            case "rename":
+                tensors[key + text] = tensors.pop(key)
+            case "renumber":
+                tensors[key.replace("0", text)] = tensors.pop(key)
+            case _:
+                tensors = {f"model.diffusion_model.{name}": value for name, value in tensors.items()}
+    return tensors
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    golden=st.sampled_from(GOLDEN),
+    edits=EDITS,
+    metadata=METADATA,
+    config=st.one_of(st.none(), st.sampled_from(sorted(CONFIGS))),
+    changes=st.lists(st.tuples(PLACES, SCRAPS), max_size=3),
+    adapter_config=st.one_of(st.none(), st.dictionaries(st.sampled_from(["r", "lora_alpha", "rank_pattern"]), SCRAPS)),
+)
+def test_files_that_are_almost_right_are_told_and_never_end_it(
+    golden: Path,
+    edits: Sequence[tuple[str, float, list[int], str, str]],
+    metadata: dict[str, str],
+    config: str | None,
+    changes: Sequence[tuple[float, Any]],
+    adapter_config: dict[str, Any] | None,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    tensors = edited({name: (info.shape, info.dtype) for name, info in read_header(golden).tensors.items()}, edits)
+    file = write_sparse(folder / "adapter_model.safetensors", tensors, metadata)
+    if config is not None:
+        values = CONFIGS[config]()
+        for where, value in changes:
+            values[list(values)[int(where * len(values))]] = value
+        (folder / "config.json").write_text(json.dumps(values))
+    if adapter_config is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
+    for path in (folder, file):
+        findings = inspect([path])
+        assert findings
+        assert all(line.isprintable() for line in as_table(findings).splitlines())
+        json.loads(as_json(findings))
 
 
 # ---- how it is told -------------------------------------------------------------------------------------------------
