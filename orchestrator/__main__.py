@@ -23,6 +23,7 @@ from orchestrator.model_info import ModelInfo, read_model_info
 from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, VideoServicer
 from services.checkpoints.adapter_registry import read_registry
+from services.checkpoints.model_files import check_model
 from services.common.rpc import RpcServer
 
 log = logging.getLogger("orchestrator")
@@ -43,13 +44,20 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     stop = StopSignal(exit_with_parent)
     log.info("settings: %s", settings)
     model = read_model_info(settings.model, settings.parts)
-    adapters = read_registry(settings.adapter, settings.model)
     with (
         _take_data_directory(settings.data),
         # Sockets and Ray's own files, in a directory that only this user can enter. Ray's last processes may still be
         # writing there when it is removed.
         tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True) as runtime,
     ):
+        adapters = read_registry(settings.adapter, settings.model)
+        check_model(
+            settings.model,
+            settings.parts,
+            settings.dit_layout,
+            adapters,
+            allow_partial_adapters=settings.allow_partial_adapters,
+        )
         _prepare_ray(os.environ)
         from orchestrator.lanes import RayCluster, RayLane
 

@@ -25,7 +25,6 @@ def model_part(component: str, layout: str, checkpoint: Checkpoint, read: Iterab
     )
 
 
-def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """Folder and name of every weight file, such as `vae/model.safetensors`, to its digest."""
-    folders = {header.path.name: header.path.absolute().parent.name for header in checkpoint.headers}
-    return {f"{folders[name]}/{name}": digest for name, digest in checkpoint.digests().items()}
+def weight_digests(component: str, checkpoint: Checkpoint) -> dict[str, str]:
+    """Component and name of every weight file, such as `video_vae/model.safetensors`, to its digest."""
+    return {f"{component}/{name}": digest for name, digest in checkpoint.digests().items()}

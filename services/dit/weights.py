@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,9 @@ import torch
 from h3stream.errors import CheckpointError
 from h3stream.job import ModelPart
 from services.checkpoints import dit
-from services.checkpoints.dit import ISLANDS, Contents
-from services.checkpoints.dit_modules import INV_FREQ, DitLayout
-from services.checkpoints.identify import expect
-from services.checkpoints.source import Checkpoint
+from services.checkpoints.dit import ISLANDS
+from services.checkpoints.dit_modules import INV_FREQ
+from services.checkpoints.model_files import DitFiles, open_dit
 from services.common.parts import model_part
 from services.common.weights import load_parameters, read_tensor
 
@@ -30,16 +28,8 @@ _INV_FREQ_TOLERANCE = 1e-5
 """Relative. Powers differ by some 1e-7 between machines, and by 1e-2 if the rotary base is larger by 1 %."""
 
 
-@dataclass(frozen=True)
-class TransformerFiles:
-    """A DiT on the disk, checked as far as headers go."""
-
-    checkpoint: Checkpoint
-    """Its files."""
-    layout: DitLayout
-    """The layout that they are read in."""
-    contents: Contents
-    """What they hold."""
+class TransformerFiles(DitFiles):
+    """A DiT on the disk, checked as far as that goes without its weights."""
 
     @property
     def part(self) -> ModelPart:
@@ -89,15 +79,11 @@ def open_transformer(path: Path, layout: str = "auto") -> TransformerFiles:
     Raises CheckpointError for another part of the model, for a variant that is not taken, and for everything that is
     wrong with the tensors, all of it in one error; ConfigError for a layout that contradicts them or must be given.
     """
-    checkpoint, recognition = expect(path, "dit")
-    chosen = dit.choose_layout(checkpoint, recognition, layout)
-    faults = dit.file_problems(checkpoint, dataclasses.replace(recognition, layout=chosen))
-    if faults:
-        raise CheckpointError(f"{path}, read as a DiT in the {chosen} layout: {'; '.join(faults)}")
-    log.info("%s is read in the %s layout", path, chosen)
-    for note in recognition.notes if layout == "auto" else dit.notes(checkpoint, chosen):
+    opened = open_dit(path, layout)
+    log.info("%s is read in the %s layout", path, opened.layout)
+    for note in opened.notes:
         log.warning("%s: %s", path, note)
-    files = TransformerFiles(checkpoint, chosen, dit.describe(checkpoint, chosen))
+    files = TransformerFiles(opened.checkpoint, opened.layout, opened.contents, opened.notes)
     _check_inv_freq(files)
     return files
 

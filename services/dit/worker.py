@@ -72,7 +72,7 @@ class DitWorker:
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
         self.weights = DeviceWeights([transformer, self._adapters], self._device, ledger)
         self.parts = (files.part,)
-        self.weight_digests = weight_digests(files.checkpoint) | {
+        self.weight_digests = weight_digests("dit", files.checkpoint) | {
             f"adapters/{header.name}": sampled_digest(read_header(header.path)) for header in registry
         }
         self._sessions: dict[str, Rollout | DenseSession] = {}

@@ -18,10 +18,10 @@ from torch import nn
 
 from h3stream.errors import CheckpointError
 from h3stream.job import ModelPart
-from services.checkpoints.identify import expect
+from services.checkpoints.model_files import open_text_encoder
 from services.checkpoints.printable import printable
 from services.checkpoints.source import StoredTensor
-from services.checkpoints.text_encoder import Contents, describe, file_problems, marker_problem
+from services.checkpoints.text_encoder import Contents, marker_problem
 from services.common.parts import model_part, weight_digests
 from services.common.weights import DTYPES, load_parameters, read_tensors
 from services.text_encoder.nvfp4 import Int8Embedding, Nvfp4Linear, untiled_scales
@@ -57,11 +57,8 @@ def load_language_model(path: Path, dtype: str) -> LanguageModel:
     convert.
     Raises CheckpointError that tells everything that is wrong with the files.
     """
-    checkpoint, recognition = expect(path, "text_encoder")
-    faults = file_problems(checkpoint, recognition)
-    if faults:
-        raise CheckpointError(f"{path} cannot be loaded: {'; '.join(faults)}")
-    contents = describe(checkpoint, recognition)
+    files = open_text_encoder(path)
+    checkpoint, contents = files.checkpoint, files.contents
     read = {key: checkpoint.tensors[key] for key, rule in contents.key_map.items() if rule.targets}
     compute_dtype = _compute_dtype(path, contents, read, dtype)
     _check_markers(path, {key: checkpoint.tensors[key] for key in contents.markers})
@@ -76,8 +73,8 @@ def load_language_model(path: Path, dtype: str) -> LanguageModel:
             key = f"{name}.weight_scale"
             parameters[key] = untiled_scales(parameters[key], linear.num_outputs, linear.num_inputs)
     module.load_state_dict(parameters, strict=True, assign=True)
-    part = model_part("text_encoder", recognition.layout, checkpoint, read.values())
-    files = {stored.path for stored in read.values()}
+    part = model_part("text_encoder", files.layout, checkpoint, read.values())
+    read_files = {stored.path for stored in read.values()}
     return LanguageModel(
         module=module.eval().requires_grad_(False),
         dtype=compute_dtype,
@@ -85,7 +82,9 @@ def load_language_model(path: Path, dtype: str) -> LanguageModel:
         vocab_size=contents.settings["vocab_size"],
         max_tokens=module.config.max_position_embeddings,
         part=replace(part, num_parameters=contents.num_parameters),
-        digests=weight_digests(replace(checkpoint, headers=tuple(h for h in checkpoint.headers if h.path in files))),
+        digests=weight_digests(
+            "text_encoder", replace(checkpoint, headers=tuple(h for h in checkpoint.headers if h.path in read_files))
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,13 +29,9 @@ from core.geometry import (
 )
 from h3stream.errors import CheckpointError
 from h3stream.job import ModelPart
-from services.checkpoints import audio_vae, video_vae
 from services.checkpoints.components import FOLDERS, part_path
-from services.checkpoints.identify import expect, identify
-from services.checkpoints.key_map import Rule
-from services.checkpoints.layout import NAMES
-from services.checkpoints.source import Checkpoint, open_checkpoint
-from services.checkpoints.vae_files import STATISTICS, Architecture, read_map
+from services.checkpoints.model_files import VaeFiles, open_vae, refuse_swapped_vaes
+from services.checkpoints.vae_files import STATISTICS
 from services.common.parts import model_part, weight_digests
 from services.common.weights import load_parameters, read_tensors
 
@@ -88,9 +84,12 @@ def load_models(
     """
     video_path = part_path(model_directory, "video_vae", video_path)
     audio_path = part_path(model_directory, "audio_vae", audio_path)
-    _refuse_swapped(video_path, audio_path)
+    refuse_swapped_vaes(video_path, audio_path)
     video_files = open_vae("video_vae", video_path, model_directory)
     audio_files = open_vae("audio_vae", audio_path, model_directory)
+    for files in (video_files, audio_files):
+        for note in files.notes:
+            log.info("%s: %s", files.checkpoint.path, note)
     video_statistics = latent_statistics(video_files, VIDEO_LATENT_CHANNELS)
     audio_statistics = latent_statistics(audio_files, AUDIO_LATENT_CHANNELS)
     video, audio = _load_video(video_files, video_dtype), _load_audio(audio_files)
@@ -100,75 +99,17 @@ def load_models(
         video_statistics=video_statistics,
         audio=audio.eval().requires_grad_(False),
         audio_statistics=audio_statistics,
-        parts=(video_files.part(), audio_files.part()),
-        digests=weight_digests(video_files.checkpoint) | weight_digests(audio_files.checkpoint),
+        parts=tuple(_part(files) for files in (video_files, audio_files)),
+        digests=weight_digests("video_vae", video_files.checkpoint)
+        | weight_digests("audio_vae", audio_files.checkpoint),
     )
 
 
-class _Vae(Protocol):
-    """What `services.checkpoints.video_vae` and `.audio_vae` know about their files."""
-
-    UNUSED_MODULES: tuple[str, ...]
-
-    def architecture(self, checkpoint: Checkpoint, layout: str, directories: list[Path]) -> Architecture: ...
-
-    def faults(self, checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]: ...
-
-    def key_map(self, layout: str, config: dict[str, Any]) -> dict[str, Rule]: ...
-
-
-_VAES: dict[Literal["video_vae", "audio_vae"], _Vae] = {"video_vae": video_vae, "audio_vae": audio_vae}
-
-
-@dataclass(frozen=True)
-class VaeFiles:
-    """The files of one VAE, found to be in order."""
-
-    component: Literal["video_vae", "audio_vae"]
-    """Which of the two."""
-    checkpoint: Checkpoint
-    """The files."""
-    layout: str
-    """The layout of their keys."""
-    architecture: Architecture
-    """What the class is made with."""
-
-    @property
-    def rules(self) -> dict[str, Rule]:
-        """Rules of the stored tensors that decoding needs."""
-        vae = _VAES[self.component]
-        return read_map(vae.key_map(self.layout, self.architecture.config), vae.UNUSED_MODULES)
-
-    def part(self) -> ModelPart:
-        """What is told about them."""
-        read = (self.checkpoint.tensors[key] for key in self.rules)
-        return model_part(self.component, self.layout, self.checkpoint, read)
-
-
-def _refuse_swapped(video_path: Path, audio_path: Path) -> None:
-    video, audio = (identify(open_checkpoint(path)) for path in (video_path, audio_path))
-    if video and audio and (video.component, audio.component) == ("audio_vae", "video_vae"):
-        raise CheckpointError(
-            f"the two VAEs are swapped: {video_path}, given as the video VAE, is the audio VAE ({video.layout} layout) "
-            f"and {audio_path}, given as the audio VAE, is the video VAE ({audio.layout} layout)"
-        )
-
-
-def open_vae(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> VaeFiles:
-    """Opens the files of a VAE and checks their headers. Raises CheckpointError with everything that is wrong."""
-    checkpoint, recognition = expect(path, component)
-    for note in recognition.notes:
-        log.info("%s: %s", path, note)
-    lenders = [model_directory / folder for folder in FOLDERS[component]] if model_directory is not None else []
-    architecture = _VAES[component].architecture(checkpoint, recognition.layout, lenders)
-    faults = _VAES[component].faults(checkpoint, recognition.layout, architecture)
-    if faults:
-        origin = architecture.source or "the shapes in it"
-        raise CheckpointError(
-            f"{path}, taken for the {NAMES[component]} in the {recognition.layout} layout with the dimensions of "
-            f"{origin}: {'; '.join(faults)}"
-        )
-    return VaeFiles(component, checkpoint, recognition.layout, architecture)
+def _part(files: VaeFiles) -> ModelPart:
+    """What is told about the files of a VAE."""
+    return model_part(
+        files.component, files.layout, files.checkpoint, (files.checkpoint.tensors[key] for key in files.rules)
+    )
 
 
 def _load_video(files: VaeFiles, dtype: torch.dtype) -> Any:
@@ -217,7 +158,7 @@ def _build(model_class: Any, files: VaeFiles) -> Any:
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         origin = files.architecture.source or f"{files.checkpoint.path}: its shapes"
         raise CheckpointError(f"{origin} does not describe a model: {error}") from error
-    for name in _VAES[files.component].UNUSED_MODULES:
+    for name in files.unused_modules:
         delattr(model, name)
     return model
 

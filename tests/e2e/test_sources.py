@@ -1,4 +1,4 @@
-"""A server whose parts are given one by one, with several adapters: the same clips, and clips that adapters change."""
+"""A server whose parts are given one by one in other layouts: the same clips, and clips that adapters change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from h3stream import AdapterChoice, Client, Completed, GenerateRequest, InvalidRequestError
+from services.checkpoints.layout import Layout
 from tests.e2e.conftest import Server, start_server, stop_server
+from tools.convert_checkpoint import convert
 
 STREAMING = GenerateRequest("a fox in the snow", num_frames=22, width=64, height=64, steps=2)
 DENSE = GenerateRequest("a fox in the snow", num_frames=22, width=64, height=64, steps=2, mode="dense")
@@ -23,14 +25,17 @@ def composed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     directory = tmp_path_factory.mktemp("composed")
     raven = tiny_model / "adapters" / "raven.safetensors"
     other = shutil.copy(raven, directory / "other.safetensors")
-    folders = {
-        "--dit": "transformer",
-        "--video-vae": "vae",
-        "--audio-vae": "audio_vae",
-        "--text-encoder": "text_encoder",
-        "--tokenizer": "tokenizer",
-    }
-    parts = [f"{flag}={tiny_model / folder}" for flag, folder in folders.items()]
+    paths = {"--tokenizer": tiny_model / "tokenizer"}
+    layouts: tuple[tuple[str, str, Layout, str], ...] = (
+        ("--dit", "transformer", "comfyui", "minimax_h3_fl2va_bf16.safetensors"),
+        ("--video-vae", "vae", "official", "source"),
+        ("--audio-vae", "audio_vae", "comfyui", "minimax_h3_audio_vae_fp32.safetensors"),
+        ("--text-encoder", "text_encoder", "comfyui", "qwen3vl_32b_minimax_h3_bf16.safetensors"),
+    )
+    for flag, folder, layout, name in layouts:
+        paths[flag] = directory / name
+        convert(tiny_model / folder, paths[flag], to=layout)
+    parts = [f"{flag}={path}" for flag, path in paths.items()]
     running = start_server(None, directory, *parts, "--adapter", str(raven), "--adapter", f"turbo={other}:0.5")
     yield running
     assert stop_server(running) == 0, running.log.read_text()[-4000:]
@@ -51,12 +56,12 @@ def test_its_clips_are_those_of_the_model_directory(server: Server, composed: Se
 def test_it_tells_what_its_files_are(composed: Server, tiny_model: Path) -> None:
     with Client(composed.address) as client:
         info, adapters = client.server_info(), client.adapters()
-    assert info.model_name == "transformer"
-    assert {part.component: part.source for part in info.parts} == {
-        "dit": "transformer",
-        "video_vae": "vae",
-        "audio_vae": "audio_vae",
-        "text_encoder": "text_encoder",
+    assert info.model_name == "minimax_h3_fl2va_bf16"
+    assert {part.component: (part.layout, part.source) for part in info.parts} == {
+        "dit": ("comfyui", "minimax_h3_fl2va_bf16.safetensors"),
+        "video_vae": ("official", "source"),
+        "audio_vae": ("comfyui", "minimax_h3_audio_vae_fp32.safetensors"),
+        "text_encoder": ("comfyui", "qwen3vl_32b_minimax_h3_bf16.safetensors"),
     }
     assert adapters == info.adapters
     sha256 = hashlib.sha256((tiny_model / "adapters" / "raven.safetensors").read_bytes()).hexdigest()

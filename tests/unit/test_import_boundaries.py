@@ -63,6 +63,7 @@ ORCHESTRATOR_USES = (
     "services.common",
     "services.checkpoints.adapter_registry",
     "services.checkpoints.components",
+    "services.checkpoints.model_files",
     *(f"services.{worker}.config" for worker in WORKERS),
 )
 """What the orchestrator may know of the services: the shell, the settings and what headers tell, never a model."""

@@ -15,10 +15,11 @@ from services.checkpoints.dit_modules import DitLayout
 from services.checkpoints.identify import PARTS, identify
 from services.checkpoints.key_map import Rule, stored_shape
 from services.checkpoints.layout import NAMES, Component, Layout, Recognition
+from services.checkpoints.model_files import VaeFiles, open_vae
 from services.checkpoints.source import Checkpoint, open_checkpoint
 from services.checkpoints.vae_files import STATISTICS, Architecture, PublishedClass
 from services.dit.weights import open_transformer
-from services.vae.weights import VaeFiles, latent_statistics, open_vae
+from services.vae.weights import latent_statistics
 from tools.convert.content import Content, Folded, Parameters, Rows, Unfolded, Values, whole
 
 LAYOUTS: dict[Component, tuple[Layout, ...]] = {

@@ -21,17 +21,16 @@ def test_a_part_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
     assert model_part("video_vae", "official", checkpoint, iter(read)) == expected
 
 
-def test_digests_are_named_by_folder_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_named_by_component_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("1", "2"):
         write_sparse(tmp_path / "transformer" / f"{name}.safetensors", {name: ((4,), "F32")})
     expected = {
-        f"transformer/{path.name}": sampled_digest(read_header(path))
-        for path in sorted((tmp_path / "transformer").iterdir())
+        f"dit/{path.name}": sampled_digest(read_header(path)) for path in sorted((tmp_path / "transformer").iterdir())
     }
-    assert weight_digests(open_checkpoint(tmp_path / "transformer")) == expected
+    assert weight_digests("dit", open_checkpoint(tmp_path / "transformer")) == expected
     assert len(set(expected.values())) == 2
     # However the same files are named, callers see the same names and never a path of the server's.
     monkeypatch.chdir(tmp_path / "transformer")
-    assert weight_digests(open_checkpoint(Path())) == expected
+    assert weight_digests("dit", open_checkpoint(Path())) == expected
     assert model_part("dit", "diffusers", open_checkpoint(Path()), ()).source == "transformer"
-    assert weight_digests(open_checkpoint(Path("1.safetensors"))).keys() == {"transformer/1.safetensors"}
+    assert weight_digests("dit", open_checkpoint(Path("1.safetensors"))).keys() == {"dit/1.safetensors"}

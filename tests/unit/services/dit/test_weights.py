@@ -135,7 +135,7 @@ class TestTheLayouts:
         assert (part.component, part.layout, part.source) == ("dit", layout, path.name)
         folder = path if path.is_dir() else path.parent
         assert worker.weight_digests.keys() == {
-            f"{folder.name}/{file.name}" for file in folder.iterdir() if file.suffix == ".safetensors"
+            f"dit/{file.name}" for file in folder.iterdir() if file.suffix == ".safetensors"
         }
         assert worker.weights.host_bytes == part.num_bytes + 4 * class_config()["rope_freq_dim"]
 

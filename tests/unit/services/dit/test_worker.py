@@ -40,7 +40,7 @@ def session(worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags
 
 def test_weights_digests_and_the_device_are_described(worker: DitWorker) -> None:
     assert worker.weight_digests.keys() == {
-        "transformer/diffusion_pytorch_model.safetensors",
+        "dit/diffusion_pytorch_model.safetensors",
         "adapters/raven",
     }
     transformer_bytes = sum(p.nbytes for p in worker._model.transformer.parameters())

@@ -65,7 +65,7 @@ def test_decoders_load_without_their_encoders(model: Path) -> None:
         assert not any(p.requires_grad for p in vae.parameters())
     assert models.video_statistics.mean == pytest.approx(video_case()["latents_mean"].tolist())
     assert models.audio_statistics.std == pytest.approx(audio_case()["latents_std"].tolist())
-    assert set(models.digests) == {str(VIDEO_WEIGHTS), str(AUDIO_WEIGHTS)}
+    assert set(models.digests) == {f"video_vae/{VIDEO_WEIGHTS.name}", f"audio_vae/{AUDIO_WEIGHTS.name}"}
 
 
 def test_what_decoding_does_not_need_is_accounted_for_but_stays_on_the_disk(
@@ -352,4 +352,4 @@ def test_an_official_repository_is_a_model_directory(tmp_path: Path) -> None:
     write_json(tmp_path / "FL2VA/video_vae/source/config.json", class_config("video"))
     models = load_models(tmp_path, torch.float32)
     assert [part.layout for part in models.parts] == ["official", "official"]
-    assert models.digests.keys() == {"source/model.safetensors", "audio_vae/model.safetensors"}
+    assert models.digests.keys() == {"video_vae/model.safetensors", "audio_vae/model.safetensors"}

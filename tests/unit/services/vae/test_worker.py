@@ -43,7 +43,7 @@ def test_files_of_other_layouts_replace_those_of_the_model_directory(model_direc
         ("video_vae", "diffusers"),
         ("audio_vae", "comfyui"),
     ]
-    assert mixed.weight_digests.keys() == {"vae/diffusion_pytorch_model.safetensors", f"{tmp_path.name}/{audio.name}"}
+    assert mixed.weight_digests.keys() == {"video_vae/diffusion_pytorch_model.safetensors", f"audio_vae/{audio.name}"}
 
 
 def test_the_first_answer_starts_the_stream_and_the_last_completes_it(worker: VaeWorker) -> None:
