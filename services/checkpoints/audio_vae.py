@@ -51,6 +51,7 @@ PUBLISHED = PublishedClass(
         }
     ),
     max_values=MappingProxyType({}),
+    parallel=(("decoder_rates", "decoder_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")),
 )
 """The class in diffusers, with the values of the published weights."""
 
@@ -91,17 +92,13 @@ def architecture(checkpoint: Checkpoint, layout: str, directories: Iterable[Path
     directories: the model directory's folders of the audio VAE.
     Raises CheckpointError for an impossible configuration, and where there is none and shapes do not show enough.
     """
-    chosen = choose(
+    return choose(
         PUBLISHED,
         checkpoint,
         config_files(checkpoint, directories),
         fits=lambda config: not _key_faults(checkpoint, layout, config),
         derive=lambda: _derived(checkpoint),
     )
-    for names in (("decoder_rates", "decoder_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")):
-        if len({len(chosen.config[name]) for name in names}) > 1:
-            raise CheckpointError(f"{chosen.source or checkpoint.path}: {' and '.join(names)} must be of one length")
-    return chosen
 
 
 def faults(checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]:
@@ -125,7 +122,7 @@ def parameter_shapes(config: dict[str, Any], *, is_folded: bool) -> dict[str, Sh
     shapes |= {"dec_in_proj.weight": (width, latents, 1), "dec_in_proj.bias": (width,)}
     channels = config["decoder_dim"]
     shapes |= normed("decoder.conv_pre", (channels, width, 7), channels)
-    blocks = list(zip(config["resblock_kernel_sizes"], config["resblock_dilation_sizes"], strict=False))
+    blocks = list(zip(config["resblock_kernel_sizes"], config["resblock_dilation_sizes"], strict=True))
     for level, kernel in enumerate(config["decoder_kernel_sizes"]):
         # Of a transposed convolution the first dimension is what comes in.
         shapes |= normed(f"decoder.ups.{level}.0", (channels, channels // 2, kernel), channels // 2)
@@ -177,7 +174,7 @@ def _derived(checkpoint: Checkpoint) -> dict[str, Any]:
         case (channels, _, _):
             # Every strided convolution is twice as long as its stride.
             strides = [_kernel(shape) // 2 for shape in series(weight, "encoder.block.{}.block.4", start=1)]
-            derived |= {"encoder_dim": channels, "encoder_rates": tuple(strides)}
+            derived |= {"encoder_dim": channels} | ({"encoder_rates": tuple(strides)} if strides else {})
     if kernels := [_kernel(shape) for shape in series(weight, "decoder.ups.{}.0")]:
         derived |= _derived_decoder(checkpoint, kernels, weight)
     return derived
@@ -187,7 +184,9 @@ def _derived_decoder(
     checkpoint: Checkpoint, kernels: list[int], weight: Callable[[str], Shape | None]
 ) -> dict[str, Any]:
     """What shapes show of the upsampling stages.  kernels: theirs.  weight: shape of a convolution."""
-    num_blocks = len(series(weight, "decoder.resblocks.{}.convs1.0")) // len(kernels)
+    blocks = series(weight, "decoder.resblocks.{}.convs1.0")
+    # Only those of one stage are alike in width.
+    num_blocks = sum(shape[:1] == blocks[0][:1] for shape in blocks)
     convolutions = [series(weight, f"decoder.resblocks.{index}.convs1.{{}}") for index in range(num_blocks)]
     dilations = PUBLISHED.defaults["resblock_dilation_sizes"][0]
     if not set(kernels) <= _RATES.keys() or any(len(shapes) > len(dilations) for shapes in convolutions):
@@ -197,9 +196,13 @@ def _derived_decoder(
             "so rates and dilations are unknown; put the config.json of this model beside it, or give --model DIR with "
             "audio_vae/config.json"
         )
-    return {
+    stages = {
         "decoder_kernel_sizes": tuple(kernels),
         "decoder_rates": tuple(_RATES[kernel] for kernel in kernels),
+    }
+    if not blocks:
+        return stages
+    return stages | {
         "resblock_kernel_sizes": tuple(_kernel(shapes[0]) for shapes in convolutions),
         "resblock_dilation_sizes": tuple(dilations[: len(shapes)] for shapes in convolutions),
     }

@@ -51,6 +51,8 @@ class PublishedClass:
     """Arguments of the class without the latent statistics, with their published values."""
     max_values: Mapping[str, int]
     """Largest values of arguments that count modules."""
+    parallel: tuple[tuple[str, ...], ...]
+    """Arguments that are lists of one length."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,15 @@ def choose(
 def complete(published: PublishedClass, file: ConfigFile) -> dict[str, Any]:
     """All arguments of the class: the file's, and the published defaults where it is silent.
 
-    Raises CheckpointError for values that are not of their argument's type or too large to be meant.
+    Raises CheckpointError for values that are not of their argument's type, too large to be meant, or lists of unlike
+    lengths.
     """
     told = {name: _checked(published, name, file) for name in published.defaults if name in file.values}
-    return {**published.defaults, **file.values, **told}
+    config = {**published.defaults, **file.values, **told}
+    for names in published.parallel:
+        if len({len(config[name]) for name in names}) > 1:
+            raise CheckpointError(f"{file.path}: {' and '.join(names)} must be of one length")
+    return config
 
 
 def _checked(published: PublishedClass, name: str, file: ConfigFile) -> Any:

@@ -8,6 +8,7 @@ Source: docs/reference/h3-model.md §4.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -60,6 +61,7 @@ PUBLISHED = PublishedClass(
         }
     ),
     max_values=MappingProxyType({"decoder_num_layers": 1024, "layers_per_block": 64}),
+    parallel=(("block_out_channels", "spatial_downsample_factors", "temporal_downsample_factors"),),
 )
 """The class in diffusers, with the values of the published weights."""
 
@@ -89,6 +91,7 @@ _OFFICIAL_WORDS = (
     (".conv_shortcut.", ".nin_shortcut."),
 )
 """Parts of diffusers' keys and what the official keys have in their place."""
+_BLOCK = re.compile(r"decoder\.transformer_blocks\.([0-9]{1,4})\.")
 MASK_TOKEN = "decoder.mask_token"
 """Key that only official names have: of masked training, zeros; no inference reads it."""
 
@@ -123,17 +126,13 @@ def architecture(checkpoint: Checkpoint, layout: str, directories: Iterable[Path
     directories: the model directory's folders of the video VAE.
     Raises CheckpointError for an impossible configuration, and where there is none and shapes do not show enough.
     """
-    chosen = choose(
+    return choose(
         PUBLISHED,
         checkpoint,
         config_files(checkpoint, directories),
         fits=lambda config: not _key_faults(checkpoint, layout, config),
         derive=lambda: _derived(checkpoint, layout),
     )
-    levels = ("block_out_channels", "spatial_downsample_factors", "temporal_downsample_factors")
-    if len({len(chosen.config[name]) for name in levels}) > 1:
-        raise CheckpointError(f"{chosen.source or checkpoint.path}: {', '.join(levels)} must be of one length")
-    return chosen
 
 
 def faults(checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]:
@@ -235,7 +234,9 @@ def _derived(checkpoint: Checkpoint, layout: str) -> dict[str, Any]:
     match shape("decoder.register_tokens"):
         case (_, tokens, _):
             derived["decoder_num_register_tokens"] = tokens
-    derived["decoder_num_layers"] = len(series(shape, "decoder.transformer_blocks.{}.scale1"))
+    derived["decoder_num_layers"] = 1 + max(
+        (int(block[1]) for block in map(_BLOCK.match, checkpoint.tensors) if block), default=-1
+    )
     if channels := [math.prod(sizes) for sizes in series(shape, "encoder.down_blocks.{}.resnets.0.norm2.weight")]:
         derived |= {
             "block_out_channels": tuple(channels),
@@ -258,8 +259,8 @@ def _width(config: dict[str, Any]) -> int:
 def _encoder_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
     widths = config["block_out_channels"]
     yield from _conv("encoder.conv_in", widths[0], config["in_channels"], 3).items()
-    strides = zip(config["spatial_downsample_factors"], config["temporal_downsample_factors"], strict=False)
-    for level, (before, width, factors) in enumerate(zip((widths[0], *widths), widths, strides, strict=False)):
+    strides = zip(config["spatial_downsample_factors"], config["temporal_downsample_factors"], strict=True)
+    for level, (before, width, factors) in enumerate(zip((widths[0], *widths[:-1]), widths, strides, strict=True)):
         block = f"encoder.down_blocks.{level}"
         for index in range(config["layers_per_block"]):
             into, resnet = before if index == 0 else width, f"{block}.resnets.{index}"

@@ -181,6 +181,23 @@ def test_everything_that_is_wrong_is_told_at_once(layout: Any, tmp_path: Path) -
     ]
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "dec_in_proj.weight",
+        "decoder.conv_pre.weight_v",
+        "decoder.ups.0.0.weight_v",
+        "decoder.resblocks.0.convs1.0.weight_v",
+        "decoder.resblocks.5.convs1.0.weight_v",
+        "encoder.block.1.block.4.weight_v",
+    ],
+)
+def test_a_missing_tensor_is_told_also_where_its_shape_would_have_told_sizes(key: str) -> None:
+    table = published("audio_vae.diffusers_and_official")
+    del table[key]
+    assert header_problems(table) == [f"1 missing: {key}"]
+
+
 def test_a_module_that_only_encoding_needs_may_be_absent_but_not_in_part() -> None:
     table = published("audio_vae.comfy_fp32")
     decoder = {key: entry for key, entry in table.items() if key.split(".")[0] not in audio_vae.UNUSED_MODULES}
