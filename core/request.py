@@ -39,6 +39,8 @@ MODES = ("streaming", "dense")
 MAX_ADAPTERS = 16
 MAX_STRENGTH = 16.0
 """Largest magnitude of an adapter's strength; a finished adapter is used at 1, a further one mostly below."""
+STREAMING_STRENGTH = 1.0
+"""Streaming was distilled into its adapter: while streaming it is always on, at this strength."""
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """What an adapter may be called."""
 

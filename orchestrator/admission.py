@@ -11,7 +11,15 @@ from typing import Any, Protocol
 from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
-from core.request import ADAPTER_NAME, Violation, clip_violations, clip_warnings, prompt_violations
+from core.request import (
+    ADAPTER_NAME,
+    MAX_ADAPTERS,
+    STREAMING_STRENGTH,
+    Violation,
+    clip_violations,
+    clip_warnings,
+    prompt_violations,
+)
 from h3stream.codec import clip_spec_to_proto
 from h3stream.errors import UnsupportedError
 from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
@@ -19,8 +27,6 @@ from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
 from services.common.refusal import refuse
 
-STREAMING_STRENGTH = 1.0
-"""Streaming was distilled into its adapter: it is always on, at this strength."""
 STREAMING_FIELDS = ("sink", "window", "kv_storage")
 """Fields of a request that only a clip with a KV cache has."""
 
@@ -144,6 +150,8 @@ def _dense_violations(request: GenerateRequest) -> Iterator[Violation]:
 
 
 def _registry_violations(choices: Sequence[AdapterChoice], registry: Registry, is_dense: bool) -> Iterator[Violation]:
+    if len(choices) > MAX_ADAPTERS:
+        return  # told by their number alone
     for index, choice in enumerate(choices):
         known = registry.get(choice.name)
         if known is None:

@@ -14,6 +14,7 @@ from h3stream.job import AdapterInfo, Job, ModelPart, ServerInfo
 from h3stream.mirror import Mirror
 from h3stream.request import (
     KV_STORAGES,
+    MAX_ADAPTERS,
     SAMPLING_MODES,
     AdapterChoice,
     AdapterUse,
@@ -22,6 +23,7 @@ from h3stream.request import (
     KvStorage,
     SamplingMode,
     invalid_request,
+    too_many_adapters,
 )
 from h3stream.v1 import types_pb2, video_pb2
 
@@ -128,11 +130,14 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         fields["mode"] = MODE_FROM_PROTO.get(message.mode)
         if fields["mode"] is None:
             violations.append(_no_mode(message.mode))
-    fields["adapters"] = tuple(
-        AdapterChoice(choice.name, choice.strength if choice.HasField("strength") else None)
-        for choice in message.adapters
-    )
-    violations += (v for choice in message.adapters for v in _unknown_fields(choice))
+    if len(message.adapters) > MAX_ADAPTERS:  # told at once: looking at each could take seconds
+        violations.append(too_many_adapters(len(message.adapters)))
+    else:
+        fields["adapters"] = tuple(
+            AdapterChoice(choice.name, choice.strength if choice.HasField("strength") else None)
+            for choice in message.adapters
+        )
+        violations += (v for choice in message.adapters for v in _unknown_fields(choice))
     if message.HasField("window"):
         fields["window"] = message.window
     elif message.HasField("unlimited_window"):

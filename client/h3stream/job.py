@@ -57,7 +57,7 @@ class AdapterInfo:
     name: str
     """What requests call it."""
     file_name: str
-    """Name of its file."""
+    """Name of its file, with its folder's where the file is called as PEFT calls all of them."""
     sha256: str
     """SHA-256 of its bytes; empty while the model is being loaded."""
     format: str

@@ -22,6 +22,8 @@ _INT32 = (-(2**31), 2**31 - 1)
 _UINT64 = (0, 2**64 - 1)
 MAX_PROMPT_BYTES = 1_000_000
 """A longer prompt would not fit a message; the server's own limit (GetServerInfo) is far lower."""
+MAX_ADAPTERS, MAX_ADAPTER_NAME_BYTES = 64, 256
+"""What a message has room for beside the longest prompt; the server's own limits are lower."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class GenerateRequest:
     """How the clip is sampled: "streaming", the default, or "dense"."""
     adapters: Sequence[AdapterChoice] = ()
     """Adapters of every forward, each once; kept as a tuple. The streaming adapter is always on when streaming and need
-    not be named. Where steps and shifts are None and exactly one schedule is trained into the adapters named, they are
-    that schedule's."""
+    not be named. Where steps and shifts of a dense clip are None and exactly one schedule is trained into the adapters
+    named, they are that schedule's."""
 
     def __post_init__(self) -> None:
         if isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str):
@@ -190,6 +192,11 @@ def invalid_request(violations: list[FieldViolation]) -> InvalidRequestError:
     )
 
 
+def too_many_adapters(number: int) -> FieldViolation:
+    """What is wrong with a list of more adapters than a message holds."""
+    return FieldViolation("adapters", f"adapters holds {number} adapters; a message holds at most {MAX_ADAPTERS}")
+
+
 def _prompt_violations(prompt: str) -> list[FieldViolation]:
     if not isinstance(prompt, str):
         return [FieldViolation("prompt", f"prompt is {prompt!r:.80}; it must be a string")]
@@ -209,6 +216,8 @@ def _prompt_violations(prompt: str) -> list[FieldViolation]:
 def _adapter_violations(adapters: object) -> list[FieldViolation]:
     if not isinstance(adapters, tuple):
         return [FieldViolation("adapters", f"adapters is {adapters!r:.80}; it must be a sequence of AdapterChoice")]
+    if len(adapters) > MAX_ADAPTERS:
+        return [too_many_adapters(len(adapters))]
     violations = []
     for index, choice in enumerate(adapters):
         field = f"adapters[{index}]"
@@ -216,6 +225,9 @@ def _adapter_violations(adapters: object) -> list[FieldViolation]:
             violations.append(
                 FieldViolation(field, f"{field} is {choice!r:.80}; it must be an AdapterChoice with a string as name")
             )
+        elif not _is_short_unicode(choice.name):
+            rule = f"it must be Unicode text of at most {MAX_ADAPTER_NAME_BYTES} bytes"
+            violations.append(FieldViolation(f"{field}.name", f"{field}.name is {choice.name[:80]!a}; {rule}"))
         elif not _is_finite_or_none(choice.strength):
             violations.append(
                 FieldViolation(
@@ -223,6 +235,13 @@ def _adapter_violations(adapters: object) -> list[FieldViolation]:
                 )
             )
     return violations
+
+
+def _is_short_unicode(text: str) -> bool:
+    try:
+        return len(text.encode()) <= MAX_ADAPTER_NAME_BYTES
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 def _is_finite_or_none(value: object) -> bool:

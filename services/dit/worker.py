@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.budget import memory_budget
-from core.request import clip_violations
+from core.request import STREAMING_STRENGTH, clip_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
 from services.checkpoints.adapter_registry import STREAMING_NAME, read_registry
@@ -35,9 +35,6 @@ from services.dit.weights import open_transformer
 
 log = logging.getLogger(__name__)
 
-STREAMING_STRENGTH = 1.0
-"""Streaming was distilled into its adapter: it is then always on, at full strength."""
-
 
 @dataclass(frozen=True)
 class SessionStats:
@@ -56,6 +53,7 @@ class DitWorker:
 
     def __init__(self, config: DitConfig) -> None:
         """Loads the weights into host memory. Raises CheckpointError if they are not what they should be."""
+        self._device = resolve_device(config.device)  # first: a wrong name should not cost minutes of reading
         path = part_path(config.model_directory, "dit", config.dit)
         files = open_transformer(path, config.dit_layout)
         registry = read_registry(config.adapters, config.model_directory)
@@ -68,7 +66,6 @@ class DitWorker:
         transformer = files.load(config.compute_dtype)
         self._adapters, self.adapters = load_adapters(transformer, fitted)
         self._model = H3Dit(transformer)
-        self._device = resolve_device(config.device)
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger else None
         self.weights = DeviceWeights([transformer, self._adapters], self._device, ledger)
         self.parts = (files.part,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from datetime import UTC, datetime
 from typing import Any, TypeVar, get_args
 
@@ -255,6 +256,15 @@ def test_a_request_names_everything_that_is_wrong_with_it() -> None:
         ("unlimited_window", "unlimited_window is false; it must be true, or left out"),
         ("video_shift", "video_shift is nan; it must be a finite number"),
         ("adapters[0].strength", "adapters[0].strength is inf; it must be a finite number"),
+    ]
+
+
+def test_more_adapters_than_a_message_holds_are_refused_without_a_look_at_each() -> None:
+    message = video_pb2.GenerateRequest(prompt="a fox", adapters=65 * [video_pb2.AdapterChoice(strength=math.nan)])
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.request_from_proto(message)
+    assert [(v.field, v.description) for v in caught.value.violations] == [
+        ("adapters", "adapters holds 65 adapters; a message holds at most 64")
     ]
 
 

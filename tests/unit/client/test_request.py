@@ -9,7 +9,15 @@ from typing import Any, get_type_hints
 import pytest
 
 from h3stream.errors import InvalidRequestError
-from h3stream.request import MAX_PROMPT_BYTES, AdapterChoice, GenerateRequest, RequestOptions, make_request
+from h3stream.request import (
+    MAX_ADAPTER_NAME_BYTES,
+    MAX_ADAPTERS,
+    MAX_PROMPT_BYTES,
+    AdapterChoice,
+    GenerateRequest,
+    RequestOptions,
+    make_request,
+)
 
 
 def test_what_is_left_out_is_left_to_the_server() -> None:
@@ -34,6 +42,7 @@ def test_what_is_left_out_is_left_to_the_server() -> None:
         ("kv_storage", "cpu_pinned"),
         ("mode", "dense"),
         ("adapters", (AdapterChoice("turbo", -0.5), AdapterChoice("style"))),
+        ("adapters", MAX_ADAPTERS * (AdapterChoice(MAX_ADAPTER_NAME_BYTES * "a", 1e308),)),
         ("prompt", ""),
         ("prompt", "狐狸" * 100),
     ],
@@ -66,6 +75,7 @@ def test_what_a_message_can_hold_is_accepted(field: str, value: Any) -> None:
         ("mode", "turbo", "mode is 'turbo'; it must be one of ('streaming', 'dense')"),
         ("adapters", "turbo", "adapters is 'turbo'; it must be a sequence of AdapterChoice"),
         ("adapters", 5, "adapters is 5; it must be a sequence of AdapterChoice"),
+        ("adapters", 65 * (None,), "adapters holds 65 adapters; a message holds at most 64"),
         ("cancel_on_disconnect", None, "cancel_on_disconnect is None; it must be True or False"),
     ],
 )
@@ -92,6 +102,8 @@ def test_adapters_may_be_any_sequence_and_are_kept_as_a_tuple() -> None:
     [
         ("turbo", "adapters[1]", "adapters[1] is 'turbo'; it must be an AdapterChoice with a string as name"),
         (AdapterChoice(5), "adapters[1]", "adapters[1] is AdapterChoice(name=5,"),  # type: ignore[arg-type]
+        (AdapterChoice("b\ud800"), "adapters[1].name", r"adapters[1].name is 'b\ud800'; it must be Unicode text of at"),
+        (AdapterChoice(86 * "狐"), "adapters[1].name", r"adapters[1].name is '\u72d0"),
         (AdapterChoice("b", math.nan), "adapters[1].strength", "adapters[1].strength is nan; it must be a finite"),
         (AdapterChoice("b", True), "adapters[1].strength", "adapters[1].strength is True; it must be a finite"),
     ],

@@ -112,6 +112,12 @@ def test_a_name_that_no_adapter_can_have_is_told_once() -> None:
     assert description.startswith("adapters[0].name is 'a b'; it must be 1 to 64 letters")
 
 
+def test_too_many_adapters_are_told_by_their_number_alone() -> None:
+    assert violations(*(AdapterChoice("ghost") for _ in range(17))) == {
+        "adapters": "adapters holds 17 adapters; at most 16 are accepted"
+    }
+
+
 @pytest.mark.parametrize("strength", [None, 1.0, 1])
 def test_the_streaming_adapter_may_be_named_and_goes_without_saying(strength: float | None) -> None:
     named = clip_of(AdapterChoice("raven", strength), AdapterChoice("style"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h3stream.errors import CheckpointError, DeviceMemoryError, InvalidRequestError, UnsupportedError
+from h3stream.errors import CheckpointError, ConfigError, DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.request import AdapterUse, ClipSpec
 from services.common.config import AdapterSource
 from services.common.ledger import read_ledger
@@ -98,6 +98,12 @@ def test_without_the_streaming_adapter_there_are_dense_clips_only(
         worker.open_session("s", clip, context, token_tags, never)
     styled = dataclasses.replace(dense_clip, adapters=(AdapterUse("extra", 1.0),))
     worker.open_session("s", styled, context, token_tags, never)
+
+
+def test_a_device_that_does_not_exist_is_refused_before_any_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    with pytest.raises(ConfigError, match="device 'gpu' is unknown"):
+        DitWorker(DitConfig(tmp_path, device="gpu"))
 
 
 def test_an_adapter_that_does_not_fit_is_refused_before_the_weights_are_read(
