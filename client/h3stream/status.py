@@ -93,6 +93,8 @@ def from_rpc_error(error: grpc.RpcError) -> GenerationError:
     cls = _CLASS_OF_REASON.get(info.reason) if info.domain == DOMAIN else None
     if cls is None or STATUS_OF[cls] != code:
         cls = _CLASS_OF_STATUS.get(code, GenerationError)
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            message = f"the server does not know this call; it may be older than this client ({message})"
     job_id, phase = info.metadata.get("job_id", ""), info.metadata.get("phase", "")
     chunk_text = info.metadata.get("chunk_index", "")
     chunk_index = int(chunk_text) if chunk_text.isdecimal() else -1

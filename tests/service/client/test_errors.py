@@ -108,6 +108,18 @@ async def test_an_unknown_field_of_the_request_is_refused_by_number(address: str
     assert "no field number 127" in (caught.value.details() or "")
 
 
+async def test_a_call_that_an_older_server_does_not_know_is_told_as_that() -> None:
+    server = aio.server()
+    older = grpc.method_handlers_generic_handler("h3stream.v1.VideoService", {})
+    server.add_generic_rpc_handlers((older,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(errors.UnsupportedError, match="may be older than this client"):
+            await client.adapters()
+    await server.stop(0)
+
+
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
