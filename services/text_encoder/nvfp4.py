@@ -47,7 +47,7 @@ def unpacked(packed: Tensor, block_scales: Tensor, scale: Tensor, dtype: torch.d
     """
     rows, half = packed.shape
     weight = torch.empty(rows, 2 * half, dtype=dtype, device=packed.device)
-    values_of = _BYTES.to(packed.device)
+    values_of = _BYTES.to(packed.device, non_blocking=True)  # else every weight would wait for all work before it
     rows_at_once = max(1, UNPACKED_AT_ONCE // (2 * half))
     for start in range(0, rows, rows_at_once):
         part = slice(start, start + rows_at_once)
