@@ -32,7 +32,7 @@ Source: docs/reference/h3-model.md §9, docs/reference/raven-streaming.md §1.
 """
 
 DENSE_STEPS = 50
-"""Forwards of a dense clip: the published pipeline's default, counted in forwards.
+"""Forwards of a dense clip: the libraries' default of 50, counted in forwards as sglang and vLLM do.
 
 Source: docs/reference/h3-model.md §7, §9.
 """

@@ -109,8 +109,8 @@ def test_seed_shift_steps_and_adapters_decide_the_clip(open_session: Any, dense_
 def test_every_chunk_sees_all_others_and_the_text(
     open_session: Any, dense_clip: ClipSpec, parts: Any, context: torch.Tensor, token_tags: torch.Tensor
 ) -> None:
-    """One step from another noise in the last chunk alone, and from another last token: every chunk moves."""
-    one_step = dataclasses.replace(dense_clip, steps=2)
+    """One forward with other noise in the last chunk alone, and with another last token: every chunk moves."""
+    one_step = dataclasses.replace(dense_clip, steps=1)
     base = sampled(open_session(one_step))
     disturbed = DenseSampler(*parts, RAVEN, one_step, context, token_tags, CPU)
     disturbed.latents.video[:, :, 20:].neg_()
