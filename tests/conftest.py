@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("h3stream", deadline=None)  # on a busy machine any example can take long
+settings.load_profile("h3stream")
 
 
 @pytest.fixture(scope="session")
