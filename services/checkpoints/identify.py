@@ -12,7 +12,7 @@ from services.checkpoints.layout import NAMES, Component, Recognition
 from services.checkpoints.source import Checkpoint, open_checkpoint
 
 
-class Part(Protocol):
+class PartModule(Protocol):
     """What each part's module offers."""
 
     def recognise(self, checkpoint: Checkpoint) -> Recognition | None:
@@ -22,7 +22,7 @@ class Part(Protocol):
         """What headers alone show to be wrong with a checkpoint that was recognised as this part, in sentences."""
 
 
-PARTS: MappingProxyType[Component, Part] = MappingProxyType(
+PARTS: MappingProxyType[Component, PartModule] = MappingProxyType(
     {
         "dit": dit,
         "video_vae": video_vae,

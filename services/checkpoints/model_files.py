@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ from services.checkpoints.identify import expect, identify
 from services.checkpoints.key_map import Rule
 from services.checkpoints.layout import NAMES
 from services.checkpoints.source import Checkpoint, open_checkpoint
-from services.checkpoints.vae_files import Architecture, read_map
+from services.checkpoints.vae_files import Architecture, PublishedClass, read_map
+
+VaeName = Literal["video_vae", "audio_vae"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DitFiles:
 class VaeFiles:
     """The files of one VAE, found to be in order."""
 
-    component: Literal["video_vae", "audio_vae"]
+    component: VaeName
     """Which of the two."""
     checkpoint: Checkpoint
     """The files."""
@@ -53,12 +55,12 @@ class VaeFiles:
     @property
     def unused_modules(self) -> tuple[str, ...]:
         """Modules of the class that decoding does not need."""
-        return _VAES[self.component].UNUSED_MODULES
+        return VAES[self.component].UNUSED_MODULES
 
     @property
     def rules(self) -> dict[str, Rule]:
         """Rules of the stored tensors that decoding needs."""
-        key_map = _VAES[self.component].key_map(self.layout, self.architecture.config)
+        key_map = VAES[self.component].key_map(self.layout, self.architecture.config)
         return read_map(key_map, self.unused_modules)
 
 
@@ -74,19 +76,25 @@ class TextEncoderFiles:
     """What of them H3 reads."""
 
 
-class _Vae(Protocol):
+class Vae(Protocol):
     """What `services.checkpoints.video_vae` and `.audio_vae` know about their files."""
 
+    PUBLISHED: PublishedClass
+    """The class that computes with them."""
     UNUSED_MODULES: tuple[str, ...]
+    """Modules of the class that decoding does not need."""
 
-    def architecture(self, checkpoint: Checkpoint, layout: str, directories: list[Path]) -> Architecture: ...
+    def architecture(self, checkpoint: Checkpoint, layout: str, directories: Iterable[Path]) -> Architecture:
+        """What the class is made with.  directories: may lend a configuration. Raises CheckpointError."""
 
-    def faults(self, checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]: ...
+    def faults(self, checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]:
+        """What is wrong with weights of this architecture."""
 
-    def key_map(self, layout: str, config: dict[str, Any]) -> dict[str, Rule]: ...
+    def key_map(self, layout: str, config: dict[str, Any]) -> dict[str, Rule]:
+        """What the keys of a layout become.  config: arguments of the class."""
 
 
-_VAES: dict[Literal["video_vae", "audio_vae"], _Vae] = {"video_vae": video_vae, "audio_vae": audio_vae}
+VAES: dict[VaeName, Vae] = {"video_vae": video_vae, "audio_vae": audio_vae}
 
 
 def open_dit(path: Path, layout: str = "auto") -> DitFiles:
@@ -115,7 +123,7 @@ def refuse_swapped_vaes(video_path: Path, audio_path: Path) -> None:
         )
 
 
-def open_vae(component: Literal["video_vae", "audio_vae"], path: Path, model_directory: Path | None) -> VaeFiles:
+def open_vae(component: VaeName, path: Path, model_directory: Path | None) -> VaeFiles:
     """Opens the files of a VAE and checks their headers.
 
     model_directory: its configuration is used where the files have none and it fits them.
@@ -123,8 +131,8 @@ def open_vae(component: Literal["video_vae", "audio_vae"], path: Path, model_dir
     """
     checkpoint, recognition = expect(path, component)
     lenders = [model_directory / folder for folder in FOLDERS[component]] if model_directory is not None else []
-    architecture = _VAES[component].architecture(checkpoint, recognition.layout, lenders)
-    faults = _VAES[component].faults(checkpoint, recognition.layout, architecture)
+    architecture = VAES[component].architecture(checkpoint, recognition.layout, lenders)
+    faults = VAES[component].faults(checkpoint, recognition.layout, architecture)
     if faults:
         origin = architecture.source or "the shapes in it"
         raise CheckpointError(
@@ -154,7 +162,7 @@ def check_model(
     """Looks at every file of a model before anything is started or read: a mistake is told in a second, not minutes.
 
     parts: what replaces the model directory's own.  adapters: the registry.
-    Raises CheckpointError with what is wrong with all of the files.
+    Raises ConfigError for a part that is nowhere, else CheckpointError with what is wrong with all of the files.
     """
     paths = {part: part_path(model_directory, part, parts.get(part)) for part in FOLDERS}
     found: list[str] = []

@@ -17,7 +17,7 @@ MAX_JSON_BYTES = 16 << 20
 """Largest configuration or index that is read."""
 MAX_FILES = 512
 """Most weight files of one component: all of them may be open at a time, and a process may usually open 1024."""
-MAX_HEADER_BYTES = 16 << 20
+MAX_ALL_HEADERS_BYTES = 16 << 20
 """Most bytes of headers of one component: a thousand files may not take a thousand times what one may."""
 INDEX_SUFFIX = ".safetensors.index.json"
 SHARD_NAME = re.compile(r".*-[0-9]+-of-[0-9]+\.safetensors")
@@ -92,7 +92,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         headers: tuple[Header, ...] = (read_header(path),)
         return Checkpoint(path, headers, _merged(headers), has_index=False, config=None)
     indexed = _index(path)
-    files = sorted(set(indexed.values())) if indexed is not None else weight_files(path)
+    files = sorted(set(indexed.values())) if indexed is not None else _named(path, ".safetensors")
     if not files:
         raise CheckpointError(f"{path} holds no safetensors file")
     if len(files) > MAX_FILES:
@@ -129,12 +129,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files that lie in a folder, sorted. Raises CheckpointError."""
-    return _named(directory, ".safetensors")
-
-
 def _named(directory: Path, suffix: str) -> list[str]:
+    """Names that end so of what lies in a folder, sorted. Raises CheckpointError."""
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
     except OSError as error:
@@ -151,8 +147,8 @@ def _read_headers(directory: Path, files: list[str]) -> tuple[Header, ...]:
     for name in files:
         headers.append(read_header(directory / name))
         num_bytes += headers[-1].data_start
-        if num_bytes > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{directory}: the headers of its files have more than {MAX_HEADER_BYTES} bytes")
+        if num_bytes > MAX_ALL_HEADERS_BYTES:
+            raise CheckpointError(f"{directory}: the headers of its files have more than {MAX_ALL_HEADERS_BYTES} bytes")
     return tuple(headers)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, get_args
 
 from h3stream.errors import CheckpointError, ConfigError
 from services.checkpoints import audio_vae, dit, dit_modules, text_encoder, video_vae
@@ -15,9 +15,9 @@ from services.checkpoints.dit_modules import DitLayout
 from services.checkpoints.identify import PARTS, identify
 from services.checkpoints.key_map import Rule, stored_shape
 from services.checkpoints.layout import NAMES, Component, Layout, Recognition
-from services.checkpoints.model_files import VaeFiles, open_vae
+from services.checkpoints.model_files import VAES, Vae, VaeFiles, VaeName, open_vae
 from services.checkpoints.source import Checkpoint, open_checkpoint
-from services.checkpoints.vae_files import STATISTICS, Architecture, PublishedClass
+from services.checkpoints.vae_files import STATISTICS, Architecture
 from services.dit.weights import open_transformer
 from services.vae.weights import latent_statistics
 from tools.convert.content import Content, Folded, Parameters, Rows, Unfolded, Values, whole
@@ -43,19 +43,6 @@ _LIBRARY_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 _DERIVED = (
     "The source has no config.json; the one made says what shapes show, and the published model's values for all else."
 )
-
-
-class _Vae(Protocol):
-    """What `services.checkpoints.video_vae` and `.audio_vae` know about their files."""
-
-    PUBLISHED: PublishedClass
-
-    def architecture(self, checkpoint: Checkpoint, layout: str, directories: Iterable[Path]) -> Architecture: ...
-
-    def faults(self, checkpoint: Checkpoint, layout: str, chosen: Architecture) -> list[str]: ...
-
-
-_VAES: dict[str, _Vae] = {"video_vae": video_vae, "audio_vae": audio_vae}
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,8 @@ def make_plan(source: Path, to: Layout, *, layout: str = "auto", dtype: str | No
     Raises CheckpointError for files that are not in order or cannot be converted, ConfigError for what is asked for and
     does not exist.
     """
-    recognition = identify(open_checkpoint(source))
+    checkpoint = open_checkpoint(source)
+    recognition = identify(checkpoint)
     if recognition is None:
         raise CheckpointError(f"{source} is not recognised as any part of the model")
     component = recognition.component
@@ -124,12 +112,10 @@ def make_plan(source: Path, to: Layout, *, layout: str = "auto", dtype: str | No
     match component:
         case "dit":
             return _dit_plan(source, to, layout, dtype)
-        case "video_vae":
-            return _vae_plan("video_vae", source, to, dtype)
-        case "audio_vae":
-            return _vae_plan("audio_vae", source, to, dtype)
+        case "video_vae" | "audio_vae":
+            return _vae_plan(component, source, to, dtype)
         case _:
-            return _text_encoder_plan(open_checkpoint(source), recognition, to, dtype)
+            return _text_encoder_plan(checkpoint, recognition, to, dtype)
 
 
 def check_result(plan: Plan, source: Path, written: Checkpoint, folder: Path) -> tuple[str, ...]:
@@ -142,8 +128,8 @@ def check_result(plan: Plan, source: Path, written: Checkpoint, folder: Path) ->
     recognition = identify(written)
     assert recognition is not None, plan.layout
     assert (recognition.component, recognition.layout) == (plan.component, plan.layout), recognition
-    if plan.component in _VAES:
-        return _check_vae(plan, source, written, folder)
+    if plan.component == "video_vae" or plan.component == "audio_vae":
+        return _check_vae(VAES[plan.component], plan, source, written, folder)
     faults = PARTS[plan.component].file_problems(written, recognition)
     if faults:
         raise CheckpointError(f"{source} cannot be converted to the {plan.layout} layout: {'; '.join(faults)}")
@@ -158,8 +144,7 @@ def check_result(plan: Plan, source: Path, written: Checkpoint, folder: Path) ->
     return ()
 
 
-def _check_vae(plan: Plan, source: Path, written: Checkpoint, folder: Path) -> tuple[str, ...]:
-    vae = _VAES[plan.component]
+def _check_vae(vae: Vae, plan: Plan, source: Path, written: Checkpoint, folder: Path) -> tuple[str, ...]:
     faults = vae.faults(written, plan.layout, Architecture(plan.settings, None, ()))
     if faults:
         raise CheckpointError(f"{source} cannot be converted to the {plan.layout} layout: {'; '.join(faults)}")
@@ -176,7 +161,7 @@ def _differences(settings: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     )
 
 
-def _vae_settings(vae: _Vae, config: Mapping[str, Any]) -> dict[str, Any]:
+def _vae_settings(vae: Vae, config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _as_tuples(config[name]) for name in vae.PUBLISHED.defaults}
 
 
@@ -237,7 +222,7 @@ def _dit_layout(name: str) -> DitLayout:
 # ---- VAEs -----------------------------------------------------------------------------------------------------------
 
 
-def _vae_plan(component: Literal["video_vae", "audio_vae"], source: Path, to: Layout, dtype: str | None) -> Plan:
+def _vae_plan(component: VaeName, source: Path, to: Layout, dtype: str | None) -> Plan:
     files = open_vae(component, source, None)
     config = files.architecture.config
     statistics = latent_statistics(files, config["latent_channels"])
@@ -250,8 +235,8 @@ def _vae_plan(component: Literal["video_vae", "audio_vae"], source: Path, to: La
         component=component,
         layout=to,
         tensors=tensors,
-        config=None if to == "comfyui" else {**config, **told, "_class_name": _VAES[component].PUBLISHED.name},
-        settings=_vae_settings(_VAES[component], config),
+        config=None if to == "comfyui" else {**config, **told, "_class_name": VAES[component].PUBLISHED.name},
+        settings=_vae_settings(VAES[component], config),
         metadata={"format": "pt"},
         file_stem="model" if to == "official" else "diffusion_pytorch_model",
         notes=tuple(_vae_notes(files, to)),

@@ -111,10 +111,11 @@ def write_heads(made: Path, plan: Plan, files: Sequence[NewFile]) -> None:
     if plan.is_folder:
         made.mkdir()
         for name, content in small_files(plan, files).items():
-            _write(made / name, [content])
+            (made / name).write_bytes(content)
     for file in files:
-        _write(_path(made, plan, file), [file.head])
-        os.truncate(_path(made, plan, file), file.size_bytes)
+        path = _path(made, plan, file)
+        path.write_bytes(file.head)
+        os.truncate(path, file.size_bytes)
 
 
 def write_weights(made: Path, plan: Plan, files: Sequence[NewFile], report: Callable[[int], None]) -> None:
@@ -150,12 +151,6 @@ def _head(tensors: Mapping[str, Content], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
-
-
-def _write(path: Path, pieces: Sequence[bytes]) -> None:
-    with path.open("xb") as file:
-        for piece in pieces:
-            file.write(piece)
 
 
 def _check_destination(destination: Path, *, force: bool) -> None:

@@ -172,7 +172,7 @@ def test_headers_of_many_files_share_one_limit(tmp_path: Path) -> None:
     for number in range(3):
         text = json.dumps({f"k{number}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).encode()
         (tmp_path / f"{number}.safetensors").write_bytes(file_bytes(text + b" " * (6 << 20)))
-    assert f"more than {source.MAX_HEADER_BYTES} bytes" in refusal(tmp_path)
+    assert f"more than {source.MAX_ALL_HEADERS_BYTES} bytes" in refusal(tmp_path)
 
 
 def test_a_link_that_runs_in_a_circle_is_refused(tmp_path: Path) -> None:
