@@ -133,3 +133,9 @@ def test_loopback_needs_no_flag(tmp_path: Path, listen: str) -> None:
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing-here is not a directory"):
         Settings(model=tmp_path / "nothing-here", data=tmp_path)
+
+
+def test_a_flag_has_its_whole_name_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(["--mod", str(tmp_path)], {})
+    assert "unrecognized arguments: --mod" in capsys.readouterr().err
