@@ -120,7 +120,7 @@ def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> t
         prog="h3stream serve",
         description="Serves h3stream.v1.VideoService.",
         epilog=f"Every option can also be set as {ENVIRONMENT_PREFIX}NAME or in the TOML file of --config.",
-        allow_abbrev=False,  # `h3stream serve` looks for whole names, and a new option would change what a short one means
+        allow_abbrev=False,  # `h3stream serve` looks for whole names
     )
     parser.add_argument("--config", type=Path, help="TOML file of settings")
     parser.add_argument(
