@@ -170,7 +170,7 @@ def refusal(keys: Collection[str]) -> tuple[str, str] | None:
     if kinds:
         (name, _), *_ = kinds.most_common(1)
         return name, f"is no plain LoRA but {name}, which is not supported: {_UNSUPPORTED[name][1]}"
-    found = [key for key in map(_parse, keys) if key and key.side != "alpha"]
+    found = [key for key in map(_parse, keys) if key is not None and key.side != "alpha"]
     if any(_TEXT_ENCODER.match(key.stem) for key in found):
         return "text encoder LoRA", "changes the text encoder; only adapters of the DiT are supported"
     formats = set(filter(None, map(_format, found)))
@@ -190,14 +190,14 @@ def refusal(keys: Collection[str]) -> tuple[str, str] | None:
 
 def read_keys(keys: Collection[str]) -> Keys:
     """The keys of an adapter that is not refused, read in the format that most of them are in."""
-    parsed = [(key, _parse(key)) for key in keys]
-    counted = Counter(format_ for _, key in parsed if key and key.side != "alpha" and (format_ := _format(key)))
-    (format_, _), *_ = counted.most_common(1)
+    parsed = {text: _parse(text) for text in keys}
+    own = {text: _format(key) for text, key in parsed.items() if key is not None and key.side != "alpha"}
+    (format_, _), *_ = Counter(filter(None, own.values())).most_common(1)
     modules: dict[str, Sides] = {}
     adapters: set[str] = set()
     unknown, repeated = [], []
-    for text, key in parsed:
-        if key is None or not format_.takes(key) or (key.side != "alpha" and _format(key) not in (format_, None)):
+    for text, key in parsed.items():
+        if key is None or not format_.takes(key) or own.get(text) not in (format_, None):
             unknown.append(text)
             continue
         sides = modules.setdefault(key.stem.removeprefix(format_.prefix), {})
@@ -211,12 +211,8 @@ def read_keys(keys: Collection[str]) -> Keys:
     if len(adapters) > 1:
         problems.append(f"adapters of {len(adapters)} names in one file: {summary(adapters)}")
     whole = {module: sides for module, sides in modules.items() if {"down", "up"} <= sides.keys()}
-    return Keys(
-        format_,
-        {module: sides for module, sides in whole.items() if format_.rule(module)},
-        tuple(module for module in whole if not format_.rule(module)),
-        problems,
-    )
+    known = {module: sides for module, sides in whole.items() if format_.rule(module)}
+    return Keys(format_, known, tuple(module for module in whole if module not in known), problems)
 
 
 def _parse(key: str) -> LoraKey | None:

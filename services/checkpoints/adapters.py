@@ -6,20 +6,20 @@ a DiT.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from h3stream.errors import CheckpointError
 from services.checkpoints.adapter_formats import PEFT, RAVEN, Format, Keys, is_adapter, read_keys, refusal
-from services.checkpoints.header import open_file, strict_json
+from services.checkpoints.header import open_file, read_exactly, strict_json
 from services.checkpoints.key_map import Rule, summary
 from services.checkpoints.layout import Recognition
 from services.checkpoints.peft_config import FILE_NAME, PeftConfig, is_alpha, read_peft_config
@@ -242,15 +242,11 @@ def _adaln_inputs(checkpoint: Checkpoint, keys: Keys) -> set[int]:
 def _read_scalars(tensors: Mapping[str, StoredTensor]) -> dict[str, float]:
     """Values of tensors of one element each. Raises CheckpointError."""
     values = {}
-    with ExitStack() as files:
-        descriptors: dict[Path, int] = {}
-        for name, tensor in tensors.items():
-            if tensor.path not in descriptors:
-                descriptors[tensor.path] = files.enter_context(open_file(tensor.path))
-            data = os.pread(descriptors[tensor.path], tensor.info.num_bytes, tensor.info.start)
-            if len(data) < tensor.info.num_bytes:
-                raise CheckpointError(f"{tensor.path} has changed while it was read")
-            if tensor.info.dtype == "BF16":
-                data = b"\0\0" + data
-            (values[name],) = struct.unpack(_SCALARS[tensor.info.dtype], data)
+    for path, group in itertools.groupby(tensors.items(), lambda item: item[1].path):
+        with open_file(path) as fd:
+            for name, tensor in group:
+                data = read_exactly(fd, tensor.info.num_bytes, tensor.info.start, path)
+                if tensor.info.dtype == "BF16":
+                    data = b"\0\0" + data
+                (values[name],) = struct.unpack(_SCALARS[tensor.info.dtype], data)
     return values

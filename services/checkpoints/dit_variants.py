@@ -9,15 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 
 from core.geometry import PATCH, VIDEO_LATENT_CHANNELS
+from services.checkpoints.quantisation import quantisation_mark
 from services.checkpoints.source import Checkpoint, StoredTensor
 
 _PATCH_DIM = VIDEO_LATENT_CHANNELS * PATCH * PATCH
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _ADALN_WEIGHT = re.compile(r"(transformer_)?blocks\.[0-9]+\.adaln_proj\.linear\.weight")
-_QUANTISATION_SUFFIXES = (
-    *(".comfy_quant", ".weight_codebook", ".weight_scale", ".weight_scale_2", ".scale_weight"),
-    *(".pre_quant_scale", ".input_scale", ".scale_input"),
-)
 _QUANTISED: dict[str, str] = {
     "convrot": "with rotated activations (convrot)",
     "w4a8": "as 4-bit codes for 8-bit activations (w4a8)",
@@ -43,8 +40,8 @@ def refused_variant(
             f"is a pruned DiT: a rank-{rank} fit replaces its time embedder (adaln_t_table), so it only comes close to "
             f"the model and the adapters have no modules to go to; {instead}"
         )
-    markers = [key for key in tensors if key.endswith(_QUANTISATION_SUFFIXES) or key == "scaled_fp8"]
-    codes = {key for key, tensor in tensors.items() if tensor.info.dtype not in _FLOAT_DTYPES} - set(markers)
+    markers = {key: mark for key in tensors if (mark := quantisation_mark(key))}
+    codes = {key for key, tensor in tensors.items() if tensor.info.dtype not in _FLOAT_DTYPES} - markers.keys()
     if markers or codes:
         form = _quantised_form(checkpoint, markers, codes)
         return form, (
@@ -74,17 +71,18 @@ def _pruned_rank(tensors: Mapping[str, StoredTensor]) -> int | None:
     return next((inputs for rows, inputs in (s for s in shapes if len(s) == 2) if 16 * inputs <= rows // 18), None)
 
 
-def _quantised_form(checkpoint: Checkpoint, markers: Iterable[str], codes: Iterable[str]) -> str:
+def _quantised_form(checkpoint: Checkpoint, markers: Mapping[str, str], codes: Iterable[str]) -> str:
+    """A key of `_QUANTISED`.  markers: keys and the words that mark them.  codes: keys of quantised weights."""
     words = (checkpoint.path.name.lower(), *checkpoint.metadata.values(), *markers, *codes)
-    suffixes = {marker.rpartition(".")[2] for marker in markers}
+    marks = set(markers.values())
     dtypes = set(checkpoint.dtypes())
     if any("convrot" in word for word in words):
         return "convrot"
-    if "weight_codebook" in suffixes:
+    if "weight_codebook" in marks:
         return "w4a8"
-    if "weight_scale_2" in suffixes:
+    if "weight_scale_2" in marks:
         return "nvfp4"
-    if any(dtype.startswith("F8_") for dtype in dtypes) or "scaled_fp8" in suffixes:
+    if any(dtype.startswith("F8_") for dtype in dtypes) or "scaled_fp8" in marks:
         return "fp8"
     return "int8" if "I8" in dtypes else "quantised"
 

@@ -128,7 +128,7 @@ def read_header(path: Path) -> Header:
                 f"{path}: the header has {length} bytes, at most {MAX_HEADER_BYTES} are accepted"
                 + (f"; it begins like {kind}" if (kind := _other_kind(prefix)) else "")
             )
-        text = _read_exactly(fd, length, _PREFIX_BYTES, path)
+        text = read_exactly(fd, length, _PREFIX_BYTES, path)
     entries = _parse(text, path)
     metadata = _metadata(entries.pop("__metadata__", {}), path)
     data_start = _PREFIX_BYTES + length
@@ -151,7 +151,7 @@ def sampled_digest(header: Header) -> str:
     digest = hashlib.sha256(f"{header.text_sha256} {header.size_bytes}".encode())
     with open_file(header.path) as fd:
         for info in header.tensors.values():
-            digest.update(_read_exactly(fd, min(info.num_bytes, _SAMPLE_BYTES), info.start, header.path))
+            digest.update(read_exactly(fd, min(info.num_bytes, _SAMPLE_BYTES), info.start, header.path))
     return digest.hexdigest()
 
 
@@ -182,6 +182,14 @@ def open_file(path: Path) -> Iterator[int]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def read_exactly(fd: int, length: int, offset: int, path: Path) -> bytes:
+    """Some bytes of a file that is open, a few megabytes at the most. Raises CheckpointError if it ends before."""
+    data = os.pread(fd, length, offset)
+    if len(data) != length:
+        raise CheckpointError(f"{path} ends at byte {offset + len(data)}, {offset + length} were announced")
+    return data
 
 
 def strict_json(text: bytes) -> Any:
@@ -221,13 +229,6 @@ def _why_too_long(prefix: bytes, length: int, size: int) -> str:
 
 def _other_kind(prefix: bytes) -> str | None:
     return next((kind for magic, kind in _OTHER_KINDS if prefix.startswith(magic)), None)
-
-
-def _read_exactly(fd: int, length: int, offset: int, path: Path) -> bytes:
-    data = os.pread(fd, length, offset)
-    if len(data) != length:
-        raise CheckpointError(f"{path} ends at byte {offset + len(data)}, {offset + length} were announced")
-    return data
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:

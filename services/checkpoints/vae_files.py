@@ -18,6 +18,7 @@ from typing import Any
 from h3stream.errors import CheckpointError
 from services.checkpoints.header import BITS
 from services.checkpoints.key_map import KeyMap, Rule, Shape, problems
+from services.checkpoints.quantisation import quantisation_mark
 from services.checkpoints.source import Checkpoint, StoredTensor, find_config
 
 STATISTICS = ("latents_mean", "latents_std")
@@ -28,13 +29,6 @@ MAX_LENGTH = 16
 """Most entries of a list in a configuration; the longest published one has 7."""
 
 _QUANTISED_DTYPES = frozenset(BITS) - {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
-_QUANTISATION_MARKS = frozenset(
-    {
-        *("comfy_quant", "weight_scale", "weight_scale_2", "weight_codebook", "input_scale", "pre_quant_scale"),
-        *("scale_weight", "scale_input", "scaled_fp8"),
-    }
-)
-"""Last words of the keys that quantised files have beside their weights (docs/reference/h3-model.md §3.2, §6.6)."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ def class_problems(checkpoint: Checkpoint, published: PublishedClass) -> list[st
 def quantisation(checkpoint: Checkpoint) -> str | None:
     """What shows that the weights are quantised, None if they are not."""
     dtypes = {tensor.info.dtype for tensor in checkpoint.tensors.values()} & _QUANTISED_DTYPES
-    marks = {key.rpartition(".")[2] for key in checkpoint.tensors} & _QUANTISATION_MARKS
+    marks = set(filter(None, map(quantisation_mark, checkpoint.tensors)))
     return ", ".join((*sorted(dtypes), *sorted(marks))) or None
 
 
