@@ -85,8 +85,6 @@ def recognise(checkpoint: Checkpoint) -> Recognition | None:
 
 def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
     """What headers alone show to be wrong with an adapter, in phrases."""
-    if recognition.refusal is not None:
-        return []
     keys = read_keys(checkpoint.tensors)
     faults = _problems(checkpoint, keys)
     if keys.unknown_modules:

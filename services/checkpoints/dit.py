@@ -21,7 +21,6 @@ from services.checkpoints.dit_modules import INV_FREQ, Architecture, DitLayout, 
 from services.checkpoints.dit_variants import refused_variant
 from services.checkpoints.key_map import Rule, Shape, problems, summary
 from services.checkpoints.layout import Recognition
-from services.checkpoints.printable import printable
 from services.checkpoints.source import SHARD_NAME, Checkpoint, StoredTensor
 
 CLASS_NAME = "MiniMaxH3Transformer3DModel"
@@ -81,9 +80,7 @@ def recognise(checkpoint: Checkpoint) -> Recognition | None:
 
 
 def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
-    """What headers and configuration alone show to be wrong, as clauses; nothing for a variant that is refused."""
-    if recognition.refusal is not None:
-        return []
+    """What headers and configuration alone show to be wrong, as clauses."""
     layout = _layout_of_names(recognition.layout)
     try:
         contents = _describe(checkpoint, layout)
@@ -262,7 +259,7 @@ def _architecture_of_config(config: Mapping[str, Any]) -> Architecture:
         value = tuple(value) if isinstance(value, list) else value
         is_valid, rule = _rule(field.name, field.default)
         if not is_valid(value):
-            wrong.append(f"{field.name} is {printable(repr(value), 80)}, it must be {rule}")
+            wrong.append(f"{field.name} is {value!r:.80}, it must be {rule}")
         values[field.name] = value
     if wrong:
         raise ValueError(f"config.json: {'; '.join(wrong)}")

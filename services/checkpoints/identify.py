@@ -19,7 +19,10 @@ class PartModule(Protocol):
         """What the checkpoint is; None if it is something else."""
 
     def file_problems(self, checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
-        """What headers alone show to be wrong with a checkpoint that was recognised as this part, in sentences."""
+        """What headers alone show to be wrong with a checkpoint, in sentences.
+
+        recognition: the part's own, which does not refuse it: of what is refused nothing else matters.
+        """
 
 
 PARTS: MappingProxyType[Component, PartModule] = MappingProxyType(

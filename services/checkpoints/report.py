@@ -177,8 +177,9 @@ def _look_at_weights(place: Place) -> Finding:
     if recognition is None:
         remark = ("is not recognised as any part of the model",)
         return replace(finding, problems=remark) if place.is_named else replace(finding, notes=remark)
-    is_refused = recognition.refusal is not None  # then nothing else that is wrong matters
-    problems = [] if is_refused else PARTS[recognition.component].file_problems(checkpoint, recognition)
+    problems = []
+    if recognition.refusal is None:
+        problems = PARTS[recognition.component].file_problems(checkpoint, recognition)
     finding = replace(
         finding,
         kind=recognition.component,

@@ -134,9 +134,7 @@ def recognise(checkpoint: Checkpoint) -> Recognition | None:
 
 
 def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
-    """What headers and configuration alone show to be wrong, in sentences; nothing for a variant that is refused."""
-    if recognition.refusal is not None:
-        return []
+    """What headers and configuration alone show to be wrong, in sentences."""
     try:
         contents = describe(checkpoint, recognition)
     except ValueError as error:

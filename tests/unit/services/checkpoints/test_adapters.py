@@ -54,7 +54,8 @@ def test_every_format_is_told_by_its_keys(written: str, tmp_path: Path) -> None:
     assert (recognition.component, recognition.layout, recognition.refusal) == ("adapter", name, None)
     assert problems_of(path) == []
     _, modules, unknown = read_modules(open_checkpoint(path))
-    assert len(modules) == (31 if len(modules) == 31 else 31 + 2 * 5)  # five fused projections are three modules each
+    is_fused = any(len(module.rule.targets) > 1 for module in modules)
+    assert len(modules) == (31 if is_fused else 31 + 2 * 5)  # five fused projections are three modules each
     assert unknown == ()
     doubled_b = RANK if written in ("bare", "diffsynth") else ALPHA
     assert {(module.rank, module.alpha) for module in modules} == {(RANK, doubled_b)}
@@ -288,7 +289,6 @@ def test_adapters_of_other_models_parts_and_shapes_are_refused(tensors: Tensors,
     recognition = recognise(open_checkpoint(write(tmp_path / "a.safetensors", tensors)))
     assert recognition is not None
     assert re.search(reason, str(recognition.refusal))
-    assert file_problems(open_checkpoint(tmp_path / "a.safetensors"), recognition) == []
 
 
 @pytest.mark.parametrize("name", ["model", "video_vae.v1.weights", "audio_vae.s1.weights"])

@@ -538,7 +538,6 @@ class TestRefusedVariants:
         assert recognition.refusal.startswith(("is a ", "has "))
         assert re.search(reason, recognition.refusal), recognition.refusal
         assert re.search(r"use minimax_h3_(fl2va|ref2va)_bf16\.safetensors or a folder", recognition.refusal)
-        assert file_problems(found, recognition) == []  # the refusal says it all
 
     def test_the_diffusers_names_of_stacked_heads(self) -> None:
         tensors = small("diffusers") | {"proj_out.weight": ((192, 64), "F32")}
