@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.checkpoints.dit import CLASS_NAME, ISLANDS
-from services.checkpoints.dit_modules import INV_FREQ, DitLayout, key_map
+from services.checkpoints.dit_modules import INV_FREQ, Architecture, DitLayout, key_map, parameter_shapes
+from services.checkpoints.key_map import stored_shape
 
 H3 = Path(__file__).parent / "fixtures" / "h3"
 LAYOUTS: tuple[DitLayout, ...] = ("diffusers", "official", "comfyui")
@@ -33,6 +34,18 @@ def state(layout: DitLayout, stack_dtype: torch.dtype = torch.float32) -> dict[s
     return {
         key: tensor if key == INV_FREQ or rules[key].targets[0].startswith(ISLANDS) else tensor.to(stack_dtype)
         for key, tensor in load_file(H3 / f"dit_state_{_VECTORS[layout]}.safetensors").items()
+    }
+
+
+def described(layout: DitLayout, sizes: Architecture, prefix: str = "") -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor of a DiT of these sizes, its blocks in bfloat16."""
+    shapes = parameter_shapes(sizes)
+    rules = key_map(layout, sizes.num_layers, sizes.num_refiner_layers, sizes.num_attention_heads, prefix)
+    return {
+        key: (stored_shape(rule, shapes), "F32" if rule.targets[0].startswith(ISLANDS) else "BF16")
+        if rule.targets
+        else ((sizes.rope_freq_dim,), "F32")
+        for key, rule in rules.items()
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.checkpoints.header import BITS
+from services.checkpoints.header import BITS, read_header
 
 ROOT = Path(__file__).parent
 TABLES = ROOT / "fixtures" / "checkpoints"
@@ -48,6 +48,13 @@ def write_sparse(
         file.write(head)
         file.truncate(len(head) + size)
     return path
+
+
+def fill(path: Path, key: str, values: Sequence[float]) -> None:
+    """Gives an F32 tensor of a sparse file its values."""
+    with path.open("r+b") as file:
+        file.seek(read_header(path).tensors[key].start)
+        file.write(struct.pack(f"<{len(values)}f", *values))
 
 
 def published(name: str) -> dict[str, tuple[Sequence[int], str]]:

@@ -7,10 +7,9 @@ import itertools
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,7 +31,8 @@ from services.dit.weights import load_transformer
 from services.text_encoder.weights import load_language_model
 from services.vae.weights import load_models
 from tests import dit_layouts, text_encoder_files, vae_layouts
-from tests.weight_files import TABLES, published, write_sparse
+from tests.peak_memory import SLACK_BYTES
+from tests.weight_files import TABLES, fill, published, write_sparse
 from tools.convert import content
 from tools.convert.content import Folded, Parameters, SourceFiles, Unfolded
 from tools.convert.plan import make_plan
@@ -251,13 +251,6 @@ def planned(source: Path, to: Layout, **options: Any) -> dict[str, tuple[list[in
 
 def listed(name: str) -> dict[str, tuple[list[int], str]]:
     return {key: (list(shape), dtype) for key, (shape, dtype) in published(name).items()}
-
-
-def fill(path: Path, key: str, values: Sequence[float]) -> None:
-    """Gives an F32 tensor of a sparse file its values."""
-    with path.open("r+b") as file:
-        file.seek(read_header(path).tensors[key].start)
-        file.write(struct.pack(f"<{len(values)}f", *values))
 
 
 def test_the_published_dits_become_each_other(tmp_path: Path) -> None:
@@ -612,8 +605,17 @@ convert_checkpoint.main(sys.argv[1:])
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-SLACK_BYTES = 24 << 20
-"""What the allocator keeps of what was freed, and what the interpreter takes for itself meanwhile."""
+LARGE = Architecture(
+    num_layers=1,
+    num_refiner_layers=1,
+    num_attention_heads=16,
+    hidden_size=1024,
+    ffn_dim=16384,
+    text_dim=64,
+    time_embed_hidden_dim=64,
+    time_embed_dim=64,
+)
+"""One block, whose largest tensor counts."""
 MEASURE = """
 import json, sys
 from pathlib import Path
@@ -621,34 +623,24 @@ import torch
 torch.set_num_threads(1)
 from services.checkpoints.source import open_checkpoint
 from services.common.weights import read_tensor
+from tests.peak_memory import peak_of
 from tools.convert_checkpoint import convert
-
-def memory(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-def peak_of(action):
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = memory("VmRSS")
-    action()
-    return memory("VmHWM") - before
 
 warm_up, source, out = map(Path, sys.argv[1:])
 convert(warm_up, out / "warm", "diffusers")
 tensors = open_checkpoint(source).tensors
 largest = max(tensors, key=lambda key: tensors[key].info.num_bytes)
 print(json.dumps({
-    "peak": peak_of(lambda: convert(source, out / "large", "diffusers")),
-    "one tensor": peak_of(lambda: read_tensor(largest, tensors[largest])),
+    "peak": peak_of(lambda: convert(source, out / "large", "diffusers"))[0],
+    "one tensor": peak_of(lambda: read_tensor(largest, tensors[largest]))[0],
     "bytes": tensors[largest].info.num_bytes,
 }))
 """
 
 
 def test_no_more_than_a_part_of_a_tensor_is_in_memory(source: Path, tmp_path: Path) -> None:
-    shapes = large_shapes(hidden=1024, heads=16, ffn=16384)
-    large = write_sparse(tmp_path / "minimax_h3.safetensors", shapes)
-    fill(large, INV_FREQ, Architecture(rope_freq_dim=16).inv_freq())
+    large = write_sparse(tmp_path / "minimax_h3.safetensors", dit_layouts.described("comfyui", LARGE))
+    fill(large, INV_FREQ, LARGE.inv_freq())
     command = [sys.executable, "-c", MEASURE, str(source), str(large), str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert result.returncode == 0, result.stderr
@@ -656,31 +648,6 @@ def test_no_more_than_a_part_of_a_tensor_is_in_memory(source: Path, tmp_path: Pa
     assert measured["bytes"] == 2 * 16384 * 1024 * 2
     assert measured["one tensor"] > measured["bytes"] * 0.9  # so the measure would see a tensor that is held
     assert measured["peak"] < SLACK_BYTES < measured["bytes"] / 2
-
-
-def large_shapes(hidden: int, heads: int, ffn: int) -> dict[str, tuple[list[int], str]]:
-    """A DiT of one block whose largest tensor counts, in bfloat16."""
-    from services.checkpoints.dit_modules import key_map, parameter_shapes
-
-    sizes = Architecture(
-        num_layers=1,
-        num_refiner_layers=1,
-        num_attention_heads=heads,
-        hidden_size=hidden,
-        ffn_dim=ffn,
-        text_dim=64,
-        time_embed_hidden_dim=64,
-        time_embed_dim=64,
-    )
-    shapes = parameter_shapes(sizes)
-    described: dict[str, tuple[list[int], str]] = {}
-    for key, rule in key_map("comfyui", 1, 1, heads).items():
-        if not rule.targets:
-            described[key] = ([sizes.rope_freq_dim], "F32")
-            continue
-        is_island = rule.targets[0].startswith(dit_layouts.ISLANDS)
-        described[key] = (list(stored_shape(rule, shapes)), "F32" if is_island else "BF16")
-    return described
 
 
 def test_stored_tensors_are_told_apart_by_identity() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from h3stream.errors import CheckpointError, ConfigError
 from services.checkpoints.dit import (
     CLASS_NAME,
-    ISLANDS,
     UNDECIDED,
     choose_layout,
     describe,
@@ -35,6 +34,7 @@ from services.checkpoints.header import BITS, Header, TensorInfo
 from services.checkpoints.key_map import Rows, stored_shape
 from services.checkpoints.layout import Recognition
 from services.checkpoints.source import Checkpoint, StoredTensor, open_checkpoint
+from tests.dit_layouts import described
 from tests.weight_files import TABLES, published, write_sparse
 
 TABLE_OF = {"diffusers": "dit.diffusers", "official": "dit.official", "comfyui": "dit.comfy_bf16"}
@@ -56,14 +56,7 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 def small(layout: DitLayout, prefix: str = "") -> Tensors:
     """Shape and dtype of every tensor of a small model."""
-    shapes = parameter_shapes(SMALL)
-    rules = key_map(layout, SMALL.num_layers, SMALL.num_refiner_layers, SMALL.num_attention_heads, prefix)
-    return {
-        key: (stored_shape(rule, shapes), "F32" if rule.targets[0].startswith(ISLANDS) else "BF16")
-        if rule.targets
-        else ((SMALL.rope_freq_dim,), "F32")
-        for key, rule in rules.items()
-    }
+    return described(layout, SMALL, prefix)
 
 
 def checkpoint(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +25,16 @@ from services.checkpoints.dit_modules import (
     official_modules,
     parameter_shapes,
 )
-from services.checkpoints.header import read_header
-from services.checkpoints.key_map import stored_shape
 from services.common.weights import split_rows
 from services.dit.config import DitConfig
 from services.dit.weights import load_transformer, open_transformer
 from services.dit.worker import DitWorker
-from tests.dit_layouts import LAYOUTS, class_config, state, write_folder, write_layout
+from tests.dit_layouts import LAYOUTS, class_config, described, state, write_folder, write_layout
 from tests.h3_vectors import case
-from tests.weight_files import published, write_sparse
+from tests.peak_memory import SLACK_BYTES
+from tests.weight_files import fill, published, write_sparse
+
+ROOT = Path(__file__).parents[4]
 
 TABLE_OF = {"diffusers": "dit.diffusers", "official": "dit.official", "comfyui": "dit.comfy_bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -285,9 +285,6 @@ LARGE = Architecture(
     time_embed_dim=512,
 )
 """Few blocks, wide enough that their largest tensor counts."""
-SLACK_BYTES = 24 << 20
-"""What the allocator keeps of what was freed, and what the interpreter takes for itself meanwhile."""
-
 MEASURE = """
 import json, os, sys
 from pathlib import Path
@@ -296,16 +293,7 @@ torch.set_num_threads(1)
 from services.checkpoints.source import open_checkpoint
 from services.common.weights import read_tensors
 from services.dit.weights import load_transformer
-
-def memory(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-def peak_of(action):
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = memory("VmRSS")
-    result = action()
-    return memory("VmHWM") - before, result
+from tests.peak_memory import peak_of
 
 def everything_twice(path):
     return [(read, read.clone()) for _, read in read_tensors(open_checkpoint(path).tensors)]
@@ -327,23 +315,14 @@ for case in cases:
 
 def write_large(folder: Path, layout: DitLayout) -> int:
     """Writes LARGE in bfloat16 as shards that take no room on the disk; returns the bytes of its largest tensor."""
-    shapes = parameter_shapes(LARGE)
-    rules = key_map(layout, LARGE.num_layers, LARGE.num_refiner_layers, LARGE.num_attention_heads)
-    tensors = {
-        key: (stored_shape(rule, shapes), "F32" if rule.targets[0].startswith(ISLANDS) else "BF16")
-        if rule.targets
-        else ((LARGE.rope_freq_dim,), "F32")
-        for key, rule in rules.items()
-    }
+    tensors = described(layout, LARGE)
     weight_map = {}
     for number in range(4):
         keys = sorted(tensors)[number::4]
         file = write_sparse(folder / f"model-{number + 1:05}-of-00004.safetensors", {key: tensors[key] for key in keys})
         weight_map |= dict.fromkeys(keys, file.name)
         if INV_FREQ in keys:
-            with file.open("r+b") as opened:
-                opened.seek(read_header(file).tensors[INV_FREQ].start)
-                opened.write(struct.pack(f"<{LARGE.rope_freq_dim}f", *LARGE.inv_freq()))
+            fill(file, INV_FREQ, LARGE.inv_freq())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     sizes = (math.prod(shape) * (4 if dtype == "F32" else 2) for shape, dtype in tensors.values())
     return max(sizes)
@@ -356,6 +335,7 @@ def test_a_load_takes_the_model_s_memory_and_one_tensor(tmp_path: Path) -> None:
     arguments = [f"{tmp_path / layout}|{compute_dtype}" for layout, compute_dtype in cases]
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, write_layout(tmp_path / "small", "official"), *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
