@@ -294,7 +294,7 @@ def test_a_published_dit_is_cut_into_about_as_many_files_as_the_published_one(tm
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     source=st.sampled_from([Rows.PER_HEAD, Rows.STACKED, Rows.SWAPPED_HALVES, Rows.SAME]),
     wanted=st.sampled_from(list(Rows)),

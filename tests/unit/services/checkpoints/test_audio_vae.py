@@ -275,7 +275,7 @@ def test_impossible_configurations_are_named(tmp_path: Path, change: dict[str, A
 SHAPES = st.lists(st.one_of(st.integers(0, 65), st.just(2**62)), max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     changes=st.dictionaries(

@@ -413,7 +413,7 @@ def mutations(draw: st.DrawFn) -> list[tuple[str, float, bytes]]:
     return draw(st.lists(st.tuples(what, st.floats(0, 1), some), min_size=1, max_size=4))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=mutations(), true_length=st.booleans())
 def test_a_file_with_changed_bytes_is_read_as_the_library_reads_it_or_refused(
     edits: list[tuple[str, float, bytes]], true_length: bool, valid: Path, tmp_path: Path
@@ -454,7 +454,7 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     entries=st.one_of(st.dictionaries(NAMES, st.one_of(ENTRIES, SCRAPS), max_size=3), SCRAPS),
     metadata=st.one_of(st.none(), st.dictionaries(NAMES, st.one_of(st.text(max_size=3), SCRAPS), max_size=2)),
@@ -467,7 +467,7 @@ def test_any_header_is_read_as_the_library_reads_it_or_refused(
     assert_never_laxer_than_the_library(write(tmp_path / "x", file_bytes(described, data)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(
         st.tuples(st.lists(st.integers(0, 5), max_size=4), st.sampled_from(sorted(set(BITS) - {"F4"}))), max_size=4

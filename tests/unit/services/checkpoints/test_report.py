@@ -260,7 +260,7 @@ def edited(
     return tensors
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     golden=st.sampled_from(GOLDEN),
     edits=EDITS,

@@ -254,7 +254,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(NAMES, st.none(), st.integers(), st.l
 WEIGHT_MAPS = st.one_of(st.dictionaries(st.sampled_from(["x", "y", "z"]), VALUES), VALUES)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(index=st.one_of(st.builds(dict, weight_map=WEIGHT_MAPS), WEIGHT_MAPS), flip=st.binary(max_size=3))
 def test_any_index_opens_what_is_there_or_is_refused(index: Any, flip: bytes, tmp_path: Path) -> None:
     path = folder(tmp_path / "f", {"a.safetensors": ["x"], "b.safetensors": ["y"]})

@@ -368,7 +368,7 @@ def test_a_header_with_more_levels_than_any_model_is_refused() -> None:
 SHAPES = st.lists(st.one_of(st.integers(0, 65), st.just(2**62)), max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     changes=st.dictionaries(
