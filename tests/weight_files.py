@@ -50,6 +50,18 @@ def write_sparse(
     return path
 
 
+def write_shards(folder: Path, tensors: Mapping[str, tuple[Sequence[int], str]], num_files: int) -> Path:
+    """A component folder of sparse shards with their index."""
+    weight_map = {}
+    for number in range(num_files):
+        part = {key: tensors[key] for key in list(tensors)[number::num_files]}
+        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+        write_sparse(folder / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
 def fill(path: Path, key: str, values: Sequence[float]) -> None:
     """Gives an F32 tensor of a sparse file its values."""
     with path.open("r+b") as file:

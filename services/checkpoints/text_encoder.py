@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from h3stream.errors import CheckpointError
 from services.checkpoints.header import strict_json
 from services.checkpoints.key_map import Rule, Shape, problems, summary
 from services.checkpoints.layout import Recognition
@@ -136,7 +137,7 @@ def recognise(checkpoint: Checkpoint) -> Recognition | None:
 def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]:
     """What headers and configuration alone show to be wrong, in sentences."""
     try:
-        contents = describe(checkpoint, recognition)
+        contents = _describe(checkpoint, recognition)
     except ValueError as error:
         return [str(error)]
     faults = problems(
@@ -157,21 +158,12 @@ def file_problems(checkpoint: Checkpoint, recognition: Recognition) -> list[str]
 def describe(checkpoint: Checkpoint, recognition: Recognition) -> Contents:
     """What must be in a checkpoint that was recognised and not refused.
 
-    Raises ValueError, saying what is wrong in words that can follow the file's name, if its configuration or its
-    sizes make no model that H3 reads.
+    Raises CheckpointError if its configuration or its sizes make no model that H3 reads.
     """
-    names = NAMES[recognition.layout]
-    settings = _settings(checkpoint, names)
-    is_nvfp4 = _is_nvfp4(checkpoint, recognition.layout)
-    num_stored = settings["num_hidden_layers"]
-    settings |= {"num_hidden_layers": _hidden_state_index(checkpoint, num_stored)}
-    parameters = _nvfp4_parameters(settings) if is_nvfp4 else _plain_parameters(settings)
-    key_map = {names.language + name: Rule((name,)) for name in parameters}
-    if is_nvfp4:
-        modules = (name.removesuffix(".weight") for name, shape in _shapes(settings).items() if len(shape) == 2)
-        key_map |= {f"{names.language}{module}{MARKER_SUFFIX}": Rule(()) for module in modules}
-    unread_layers = range(settings["num_hidden_layers"], num_stored)
-    return Contents(settings, is_nvfp4, parameters, key_map, lambda key: _is_unread(key, names, unread_layers))
+    try:
+        return _describe(checkpoint, recognition)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from None
 
 
 def marker_problem(key: str, text: bytes) -> str | None:
@@ -184,6 +176,22 @@ def marker_problem(key: str, text: bytes) -> str | None:
     if found == expected:
         return None
     return f"{key} says {found!r:.120}; only {expected} is computed with"
+
+
+def _describe(checkpoint: Checkpoint, recognition: Recognition) -> Contents:
+    """As `describe`. Raises ValueError with a clause."""
+    names = NAMES[recognition.layout]
+    settings = _settings(checkpoint, names)
+    is_nvfp4 = _is_nvfp4(checkpoint, recognition.layout)
+    num_stored = settings["num_hidden_layers"]
+    settings |= {"num_hidden_layers": _hidden_state_index(checkpoint, num_stored)}
+    parameters = _nvfp4_parameters(settings) if is_nvfp4 else _plain_parameters(settings)
+    key_map = {names.language + name: Rule((name,)) for name in parameters}
+    if is_nvfp4:
+        modules = (name.removesuffix(".weight") for name, shape in _shapes(settings).items() if len(shape) == 2)
+        key_map |= {f"{names.language}{module}{MARKER_SUFFIX}": Rule(()) for module in modules}
+    unread_layers = range(settings["num_hidden_layers"], num_stored)
+    return Contents(settings, is_nvfp4, parameters, key_map, lambda key: _is_unread(key, names, unread_layers))
 
 
 def _refusal(checkpoint: Checkpoint, layout: str) -> str | None:

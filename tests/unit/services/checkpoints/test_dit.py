@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -35,7 +34,7 @@ from services.checkpoints.key_map import Rows, stored_shape
 from services.checkpoints.layout import Recognition
 from services.checkpoints.source import Checkpoint, StoredTensor, open_checkpoint
 from tests.dit_layouts import described
-from tests.weight_files import TABLES, published, write_sparse
+from tests.weight_files import TABLES, published, write_shards, write_sparse
 
 TABLE_OF = {"diffusers": "dit.diffusers", "official": "dit.official", "comfyui": "dit.comfy_bf16"}
 LAYOUTS: tuple[DitLayout, ...] = ("diffusers", "official", "comfyui")
@@ -133,13 +132,7 @@ class TestThePublishedFiles:
         if num_shards == 1:
             write_sparse(path, tensors)
         else:
-            weight_map = {}
-            for number in range(num_shards):
-                file = f"model-{number + 1:05}-of-{num_shards:05}.safetensors"
-                keys = sorted(tensors)[number::num_shards]
-                write_sparse(path / file, {key: tensors[key] for key in keys})
-                weight_map |= dict.fromkeys(keys, file)
-            (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+            write_shards(path, tensors, num_shards)
         found = open_checkpoint(path)
         recognition = recognise(found)
         assert recognition == Recognition("dit", layout)

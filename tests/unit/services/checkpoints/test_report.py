@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -22,21 +22,9 @@ from services.checkpoints.__main__ import main
 from services.checkpoints.header import BITS, read_header
 from services.checkpoints.report import Finding, as_json, as_table, exit_status, inspect
 from tests import dit_layouts, text_encoder_files, vae_layouts
-from tests.weight_files import TABLES, file_bytes, published, write_sparse
+from tests.weight_files import TABLES, file_bytes, published, write_shards, write_sparse
 
 ROOT = Path(__file__).parents[4]
-
-
-def write_shards(folder: Path, tensors: Mapping[str, tuple[Sequence[int], str]], num_files: int) -> Path:
-    """A component folder of sparse shards with their index."""
-    weight_map = {}
-    for number in range(num_files):
-        part = {key: tensors[key] for key in list(tensors)[number::num_files]}
-        name = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-        write_sparse(folder / name, part)
-        weight_map |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder
 
 
 def one(path: Path) -> Finding:

@@ -25,6 +25,7 @@ from services.checkpoints.dit_modules import (
     official_modules,
     parameter_shapes,
 )
+from services.checkpoints.source import open_checkpoint
 from services.common.weights import split_rows
 from services.dit.config import DitConfig
 from services.dit.weights import load_transformer, open_transformer
@@ -32,7 +33,7 @@ from services.dit.worker import DitWorker
 from tests.dit_layouts import LAYOUTS, class_config, described, state, write_folder, write_layout
 from tests.h3_vectors import case
 from tests.peak_memory import SLACK_BYTES
-from tests.weight_files import fill, published, write_sparse
+from tests.weight_files import fill, published, write_shards, write_sparse
 
 ROOT = Path(__file__).parents[4]
 
@@ -316,14 +317,9 @@ for case in cases:
 def write_large(folder: Path, layout: DitLayout) -> int:
     """Writes LARGE in bfloat16 as shards that take no room on the disk; returns the bytes of its largest tensor."""
     tensors = described(layout, LARGE)
-    weight_map = {}
-    for number in range(4):
-        keys = sorted(tensors)[number::4]
-        file = write_sparse(folder / f"model-{number + 1:05}-of-00004.safetensors", {key: tensors[key] for key in keys})
-        weight_map |= dict.fromkeys(keys, file.name)
-        if INV_FREQ in keys:
-            fill(file, INV_FREQ, LARGE.inv_freq())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    stored = open_checkpoint(write_shards(folder, tensors, 4)).tensors
+    if INV_FREQ in stored:
+        fill(stored[INV_FREQ].path, INV_FREQ, LARGE.inv_freq())
     sizes = (math.prod(shape) * (4 if dtype == "F32" else 2) for shape, dtype in tensors.values())
     return max(sizes)
 
