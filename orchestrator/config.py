@@ -34,23 +34,24 @@ class Settings:
     """Model directory in the published diffusers layout or the official one. Not needed where every part is given by
     itself."""
     dit: Path | None = None
-    """File or folder of the DiT, in place of the model directory's."""
+    """File or folder of the DiT in any published layout, in place of the model directory's."""
     dit_layout: str = "auto"
     """Layout of the DiT: "diffusers", "official" or "comfyui"; "auto" tells it from the names of its tensors and how
     they are split over files. The official and ComfyUI's have the same names and shapes and differ in the order of
     rows."""
     video_vae: Path | None = None
-    """File or folder of the video VAE, in place of the model directory's."""
+    """File or folder of the video VAE in any published layout, in place of the model directory's."""
     audio_vae: Path | None = None
-    """File or folder of the audio VAE, in place of the model directory's."""
+    """File or folder of the audio VAE in any published layout, in place of the model directory's."""
     text_encoder: Path | None = None
-    """File or folder of the text encoder, in place of the model directory's."""
+    """File or folder of the text encoder in any published layout, ComfyUI's NVFP4 file included, in place of the model
+    directory's."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer, in place of the model directory's."""
+    """Folder of the tokenizer, in place of the model directory's. ComfyUI's folders have none."""
     adapter: tuple[AdapterSource, ...] = ()
-    """Adapter as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several times,
-    in the environment separated by semicolons, in a file as a list. NAME is what requests call it, else its file's
-    name; STRENGTH is what it has where a request does not say."""
+    """Adapter (LoRA) as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several
+    times, in the environment separated by semicolons, in a file as a list. NAME is what requests call it, else its
+    file's name; STRENGTH is used where a request gives none, else 1. Streaming needs RAVEN's."""
     allow_partial_adapters: bool = False
     """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
     listen: str = "127.0.0.1:50051"

@@ -214,7 +214,11 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
     group.add_argument("--height", type=int, help="canvas height in pixels, a multiple of 32")
     group.add_argument("--seed", type=int, help="seed of the clip")
-    group.add_argument("--mode", choices=SAMPLING_MODES, help="how the clip is sampled: chunk by chunk, or at once")
+    group.add_argument(
+        "--mode",
+        choices=SAMPLING_MODES,
+        help="how the clip is sampled: chunk by chunk (streaming, the default), or at once (dense)",
+    )
     group.add_argument("--steps", type=int, help="noise forwards: of each chunk when streaming, of a dense clip in all")
     group.add_argument("--video-shift", type=float, help="shift of the video sigma grid")
     group.add_argument("--audio-shift", type=float, help="shift of the audio sigma grid")
@@ -227,7 +231,8 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         default=[],
         type=_adapter,
         metavar="NAME[=STRENGTH]",
-        help="an adapter of the server's to sample with; may be given several times",
+        help="an adapter of the server's to sample with (`h3stream adapters` lists them), at its own strength or this; "
+        "may be given several times",
     )
 
 

@@ -20,14 +20,15 @@ class DitConfig(WorkerConfig):
     """Precision of the block stack: "bfloat16" or "float32"; "auto" takes the precision it is stored in. The five
     modules that the checkpoint keeps in float32 stay there."""
     dit: Path | None = None
-    """File or folder of the DiT, in place of the model directory's."""
+    """File or folder of the DiT in any published layout, in place of the model directory's."""
     dit_layout: str = "auto"
     """Layout of the DiT: "diffusers", "official" or "comfyui"; "auto" tells it from the names of its tensors and how
     they are split over files. The official and ComfyUI's have the same names and shapes and differ in the order of
     rows."""
     adapters: tuple[AdapterSource, ...] = ()
-    """Adapter as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several times.
-    NAME is what requests call it, else its file's name; STRENGTH is what it has where a request does not say."""
+    """Adapter (LoRA) as [NAME=]PATH[:STRENGTH], beside those in the model directory's `adapters/`; may be given several
+    times. NAME is what requests call it, else its file's name; STRENGTH is used where a request gives none, else 1.
+    Streaming needs RAVEN's."""
     allow_partial_adapters: bool = False
     """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
 

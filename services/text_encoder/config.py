@@ -21,9 +21,10 @@ class TextEncoderConfig(WorkerConfig):
     """Host memory for the hidden states of earlier prompts; 0 remembers nothing. A token of the published model takes
     10 KiB, so this default holds about 26 thousand tokens."""
     text_encoder: Path | None = None
-    """File or folder of the text encoder, in place of the model directory's."""
+    """File or folder of the text encoder in any published layout, ComfyUI's NVFP4 file included, in place of the model
+    directory's."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer, in place of the model directory's."""
+    """Folder of the tokenizer, in place of the model directory's. ComfyUI's folders have none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,9 +24,9 @@ class VaeConfig(WorkerConfig):
     video_encoder: str | None = None
     """Name of the only H.264 encoder to use; None takes the first that works here."""
     video_vae: Path | None = None
-    """File or folder of the video VAE, in place of the model directory's."""
+    """File or folder of the video VAE in any published layout, in place of the model directory's."""
     audio_vae: Path | None = None
-    """File or folder of the audio VAE, in place of the model directory's."""
+    """File or folder of the audio VAE in any published layout, in place of the model directory's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
