@@ -18,6 +18,7 @@ from services.checkpoints.identify import expect, identify
 from services.checkpoints.key_map import Rule
 from services.checkpoints.layout import NAMES
 from services.checkpoints.source import Checkpoint, open_checkpoint
+from services.checkpoints.tokenizer import check_tokenizer
 from services.checkpoints.vae_files import Architecture, PublishedClass, read_map
 
 VaeName = Literal["video_vae", "audio_vae"]
@@ -180,6 +181,8 @@ def check_model(
             open_vae("audio_vae", paths["audio_vae"], model_directory)
     with _noted(found):
         open_text_encoder(paths["text_encoder"])
+    with _noted(found):
+        check_tokenizer(paths["tokenizer"])
     if found:
         raise CheckpointError("\n".join(found))
 

@@ -18,8 +18,9 @@ from services.checkpoints.header import read_header
 from services.checkpoints.identify import PARTS, identify
 from services.checkpoints.layout import NAMES, Component
 from services.checkpoints.printable import printable
-from services.checkpoints.source import open_checkpoint, read_json_object
+from services.checkpoints.source import open_checkpoint
 from services.checkpoints.survey import Place, survey
+from services.checkpoints.tokenizer import read_tokenizer
 from services.common.config import AdapterSource
 
 Kind = Literal["model", Component, "tokenizer", "unknown", "nothing"]
@@ -41,14 +42,6 @@ _HEADINGS = ("path", "part", "layout", "types", "parameters", "size", "state")
 _RIGHT_ALIGNED = ("parameters", "size")
 _MAX_REMARK = 4000
 _MAX_PATH = 4096
-_TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-)
 
 
 @dataclass(frozen=True)
@@ -207,26 +200,18 @@ def _with_adapter_facts(finding: Finding, path: Path) -> Finding:
 
 
 def _look_at_tokenizer(place: Place) -> Finding:
-    files = [path for name in _TOKENIZER_FILES if os.path.lexists(path := place.path / name)]
-    problems = []
-    added: list[Any] = []  # what may name added tokens
-    for path in files:
-        if path.suffix == ".json":
-            try:
-                values = read_json_object(path)
-            except CheckpointError as error:
-                problems.append(_after(place.path, str(error)))
-            else:
-                added.append(values.get("added_tokens") if path.name == "tokenizer.json" else values)
+    files = read_tokenizer(place.path)
+    # What may name added tokens.
+    added = [v.get("added_tokens") if name == "tokenizer.json" else v for name, v in files.values.items()]
     told = json.dumps(added)
     absent = [token for token in ALLOWED_SPECIAL_TOKENS if json.dumps(token) not in told]
     notes = (f"It does not name {', '.join(absent)}: loading adds them if it is Qwen3-VL's own tokenizer.",)
     return Finding(
         path=str(place.path),
         kind="tokenizer",
-        num_bytes=sum(map(_size, files)),
-        num_files=len(files),
-        problems=tuple(problems),
+        num_bytes=sum(map(_size, files.paths)),
+        num_files=len(files.paths),
+        problems=tuple(_after(place.path, problem) for problem in files.problems),
         notes=notes if absent else (),
     )
 

@@ -20,13 +20,19 @@ class WorkerActor:
     def __init__(self, package: str, config: WorkerConfig) -> None:
         # Ray passes what its workers print on to the server's log.
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._package = package
+        self._config = config
+        self._process: WorkerProcess | None = None
+
+    async def start(self, address: str) -> str:
+        """Builds the worker and serves on `address`; returns the address to dial. Raises StartupError.
+
+        Not built when the actor is made: of what that raises, Ray prints the traceback on the server's log.
+        """
         # Imported in the actor's process: the orchestrator names this class and must not load torch.
         from services.common.process import WorkerProcess
 
-        self._process: WorkerProcess = WorkerProcess(package, config)
-
-    async def start(self, address: str) -> str:
-        """Serves on `address`; returns the address to dial."""
+        self._process = WorkerProcess(self._package, self._config)
         return await self._process.start(address)
 
     async def ping(self) -> bool:
@@ -35,4 +41,5 @@ class WorkerActor:
 
     async def stop(self) -> None:
         """Ends running calls and frees the device."""
-        await self._process.stop()
+        if self._process is not None:
+            await self._process.stop()

@@ -82,6 +82,12 @@ def _parse_int(value: Any) -> int:
     return int(value)
 
 
+def _parse_path(value: Any) -> Path:
+    if value == "":
+        raise ValueError  # pathlib would take it for the working directory
+    return Path(value)
+
+
 def _parse_adapters(value: Any) -> tuple[AdapterSource, ...]:
     texts = value.split(ADAPTER_SEPARATOR) if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -95,8 +101,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "str": str,
     "str | None": str,
-    "Path": Path,
-    "Path | None": Path,
+    "Path": _parse_path,
+    "Path | None": _parse_path,
     _ADAPTERS: _parse_adapters,
 }
 """What makes the value of a field, by its type as it is written."""

@@ -26,6 +26,7 @@ FILES: dict[Part, tuple[str, str]] = {
 def parts(tmp_path: Path) -> dict[Part, Path | None]:
     written: dict[Part, Path | None] = {"tokenizer": tmp_path / "tokenizer"}
     (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     for part, (table, name) in FILES.items():
         written[part] = write_sparse(tmp_path / name, published(table))
     return written
@@ -74,3 +75,17 @@ def test_an_adapter_that_does_not_fit_the_dit_is_told_with_its_counts(
 def test_a_layout_that_the_dit_cannot_have_is_refused(parts: dict[Part, Path | None]) -> None:
     with pytest.raises(CheckpointError, match="diffusers"):
         check_model(None, parts, "diffusers", (), allow_partial_adapters=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "holds no vocabulary"), ('{"model": ', "tokenizer.json is not valid JSON")]
+)
+def test_a_folder_that_is_no_tokenizer_is_told_before_a_worker_loads_it(
+    parts: dict[Part, Path | None], tmp_path: Path, text: str | None, told: str
+) -> None:
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(CheckpointError, match=f"{path.parent} is no tokenizer: .*{told}"):
+        check(parts)

@@ -39,6 +39,7 @@ def by_name(findings: Sequence[Finding]) -> dict[str, Finding]:
 def write_tokenizer(folder: Path, tokens: Sequence[str] = ALLOWED_SPECIAL_TOKENS) -> None:
     folder.mkdir(parents=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": list(tokens)}))
+    (folder / "tokenizer.json").write_text("{}")
 
 
 # ---- what is found --------------------------------------------------------------------------------------------------
@@ -135,6 +136,9 @@ def test_a_tokenizer_without_h3s_tokens_is_noted(tmp_path: Path) -> None:
     assert stock.notes == ("It does not name <d>: loading adds them if it is Qwen3-VL's own tokenizer.",)
     (tmp_path / "h3/tokenizer.json").write_text('{"added_tokens": [')
     assert one(tmp_path / "h3").problems[0].startswith("tokenizer.json is not valid JSON")
+    (tmp_path / "h3/tokenizer.json").unlink()
+    (problem,) = one(tmp_path / "h3").problems
+    assert problem == "holds no vocabulary: neither tokenizer.json nor vocab.json with merges.txt"
 
 
 # ---- what is wrong --------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def test_adapters_of_one_text_are_separated_by_semicolons(tmp_path: Path) -> Non
         ("a_count", True, "a_count is True, which is no int"),
         ("a_rate", "fast", "a_rate is 'fast', which is no float"),
         ("a_path", 5, "a_path is 5, which is no Path"),
+        ("a_path", "", "a_path is '', which is no Path"),
+        ("model_directory", "", "model_directory is '', which is no Path"),
         ("adapters", 5, "adapter is 5; it must be a list of texts"),
         ("adapters", ["x", 5], r"adapter is \['x', 5\]; it must be a list of texts"),
     ],
