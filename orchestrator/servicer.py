@@ -15,6 +15,7 @@ from h3stream.codec import (
     refuse_unknown_fields,
     request_from_proto,
 )
+from h3stream.errors import UnsupportedError
 from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
@@ -48,6 +49,17 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         finally:
             if request.cancel_on_disconnect:  # an ended job is left as it is
                 self._scheduler.request_cancel(job)
+
+    async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
+        refuse_unknown_fields(request)
+        async for event in self._scheduler.job(request.job_id).log.read(request.from_seq):
+            yield video_pb2.AttachResponse(event=event)
+
+    async def DownloadArtifact(
+        self, request: video_pb2.DownloadArtifactRequest, context: Any
+    ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
+        raise UnsupportedError("artifacts cannot be downloaded yet")
+        yield
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         refuse_unknown_fields(request)

@@ -31,7 +31,7 @@ from h3stream.events import (
     Timings,
 )
 from h3stream.job import AdapterInfo, Job, ServerInfo
-from h3stream.request import AdapterUse, ClipSpec, GenerateRequest
+from h3stream.request import AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from services.common.rpc import RpcServer
 
@@ -41,6 +41,8 @@ DEFAULT_CLIP = ClipSpec(
 )  # fmt: skip
 DEFAULT_DENSE_CLIP = replace(DEFAULT_CLIP, mode="dense", steps=5, sink=0, window=None)
 NOTICE = "the weights of this model are made up"
+PREVIEW = PreviewSpec(max_side=256, every_steps=1)
+ARTIFACTS = ("final.mp4", "stream.mp4")
 HEARTBEAT_S = 0.02
 
 
@@ -72,6 +74,8 @@ def plan_of(request: GenerateRequest) -> Plan:
         num_clean_forwards=0 if is_dense else len(chunks) - 1,
         expected_stream_bytes=100_000,
         warnings=(PlanWarning("MODEL_NOTICE", NOTICE),),
+        preview=PREVIEW if request.preview is None else request.preview,
+        artifacts=tuple(request.artifacts) or ARTIFACTS,
     )
 
 
@@ -280,6 +284,9 @@ SERVER_INFO = ServerInfo(
     num_lanes=1,
     settings={"threads": "0"},
     default_dense_clip=DEFAULT_DENSE_CLIP,
+    default_preview=PREVIEW,
+    artifacts=ARTIFACTS,
+    default_artifacts=ARTIFACTS,
     parts=(),
     adapters=ADAPTERS,
 )

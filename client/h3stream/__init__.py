@@ -42,12 +42,13 @@ from h3stream.events import (
     PhaseChange,
     Plan,
     PlanWarning,
+    Preview,
     Progress,
     StreamComplete,
     Timings,
 )
-from h3stream.job import AdapterInfo, Job, JobError, ModelPart, ServerInfo
-from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
+from h3stream.job import AdapterInfo, Job, JobError, ModelPart, RemovedArtifact, ServerInfo
+from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
 
 __all__ = [
     "Accepted",
@@ -88,7 +89,10 @@ __all__ = [
     "PhaseError",
     "Plan",
     "PlanWarning",
+    "Preview",
+    "PreviewSpec",
     "Progress",
+    "RemovedArtifact",
     "ServerInfo",
     "StreamComplete",
     "Timings",

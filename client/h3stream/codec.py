@@ -15,15 +15,17 @@ from h3stream.mirror import Mirror
 from h3stream.request import (
     KV_STORAGES,
     MAX_ADAPTERS,
+    MAX_ARTIFACTS,
     SAMPLING_MODES,
     AdapterChoice,
     AdapterUse,
     ClipSpec,
     GenerateRequest,
     KvStorage,
+    PreviewSpec,
     SamplingMode,
     invalid_request,
-    too_many_adapters,
+    too_many,
 )
 from h3stream.v1 import types_pb2, video_pb2
 
@@ -42,6 +44,7 @@ MODE_FROM_PROTO: dict[int, SamplingMode] = {int(v): k for k, v in MODE_TO_PROTO.
 MIRRORED: dict[type[Any], type[Message]] = {
     ClipSpec: types_pb2.ClipSpec,
     AdapterUse: types_pb2.AdapterUse,
+    PreviewSpec: types_pb2.PreviewSpec,
     events.ChunkPlan: video_pb2.ChunkPlan,
     events.PlanWarning: video_pb2.Warning,
     events.Plan: video_pb2.Plan,
@@ -49,6 +52,7 @@ MIRRORED: dict[type[Any], type[Message]] = {
     events.AudioHealth: types_pb2.AudioHealth,
     events.Timings: video_pb2.Timings,
     job.JobError: video_pb2.JobError,
+    job.RemovedArtifact: video_pb2.RemovedArtifact,
     job.Job: video_pb2.Job,
     job.AdapterInfo: types_pb2.AdapterInfo,
     job.ModelPart: types_pb2.ModelPart,
@@ -65,6 +69,7 @@ PAYLOADS: dict[str, tuple[type[Event], type[Message]]] = {
     "warning": (events.JobWarning, video_pb2.Warning),
     "stream_complete": (events.StreamComplete, video_pb2.StreamComplete),
     "completed": (events.Completed, video_pb2.Completed),
+    "preview": (events.Preview, types_pb2.Preview),
 }
 """Payloads of an Event message: the dataclass holds the payload's fields beside the event's own."""
 
@@ -105,6 +110,9 @@ def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     message.adapters.extend(
         video_pb2.AdapterChoice(name=choice.name, strength=choice.strength) for choice in request.adapters
     )
+    if request.preview is not None:
+        message.preview.CopyFrom(_MIRROR.to_message(request.preview, types_pb2.PreviewSpec))
+    message.artifacts.extend(request.artifacts)
     if request.window == "all":
         message.unlimited_window = True
     elif request.window is not None:
@@ -131,13 +139,20 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         if fields["mode"] is None:
             violations.append(_no_mode(message.mode))
     if len(message.adapters) > MAX_ADAPTERS:  # told at once: looking at each could take seconds
-        violations.append(too_many_adapters(len(message.adapters)))
+        violations.append(too_many("adapters", len(message.adapters), MAX_ADAPTERS))
     else:
         fields["adapters"] = tuple(
             AdapterChoice(choice.name, choice.strength if choice.HasField("strength") else None)
             for choice in message.adapters
         )
         violations += (v for choice in message.adapters for v in _unknown_fields(choice))
+    if message.HasField("preview"):
+        fields["preview"] = _MIRROR.from_message(message.preview)
+        violations += _unknown_fields(message.preview)
+    if len(message.artifacts) > MAX_ARTIFACTS:
+        violations.append(too_many("artifacts", len(message.artifacts), MAX_ARTIFACTS))
+    else:
+        fields["artifacts"] = tuple(message.artifacts)
     if message.HasField("window"):
         fields["window"] = message.window
     elif message.HasField("unlimited_window"):

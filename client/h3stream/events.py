@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from h3stream.request import ClipSpec
+from h3stream.request import ClipSpec, PreviewSpec
 
 TICKS_PER_SECOND = 96_000
 """Media time counts in these: a frame is 4000 of them, an audio sample 3."""
@@ -66,6 +66,10 @@ class Plan:
     """What the stream will weigh, roughly."""
     warnings: tuple[PlanWarning, ...]
     """What the caller should know before starting."""
+    preview: PreviewSpec
+    """Stills that will be made on the way."""
+    artifacts: tuple[str, ...]
+    """Names of the artifacts that will be kept."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,26 @@ class Fragment(Event):
     def media(self) -> bytes:
         """The bytes of the fragment."""
         return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview(Event):
+    """A still of what is being sampled: coarse, and replaced by the next."""
+
+    data: bytes
+    """The encoded picture; no part of the media stream."""
+    media_type: str
+    """Its media type, e.g. "image/jpeg"."""
+    width: int
+    """Its width in pixels."""
+    height: int
+    """Its height in pixels."""
+    chunk_index: int
+    """The chunk; -1 in dense mode."""
+    step: int
+    """Noise forwards of the chunk, or of the dense clip, that are done."""
+    num_steps: int
+    """Noise forwards of the chunk, or of the dense clip."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from h3stream.events import Phase, Plan
-from h3stream.request import ClipSpec
+from h3stream.events import Artifact, Phase, Plan
+from h3stream.request import ClipSpec, PreviewSpec
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """State of a job; "unknown" stands for one that a newer server has and this version has not."""
@@ -26,6 +26,18 @@ class JobError:
     """The phase it happened in."""
     chunk_index: int
     """The chunk it happened in; -1 where there was none."""
+
+
+@dataclass(frozen=True)
+class RemovedArtifact:
+    """An artifact that has been removed to make room."""
+
+    name: str
+    """Its name."""
+    remove_time: datetime
+    """When it was removed, in UTC."""
+    message: str
+    """Which limit removed it, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,10 @@ class Job:
     """When it ended, in UTC."""
     error: JobError | None = None
     """Why it failed."""
+    artifacts: tuple[Artifact, ...] = ()
+    """Artifacts that can be downloaded."""
+    removed_artifacts: tuple[RemovedArtifact, ...] = ()
+    """Artifacts that there were and that have been removed to make room."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +159,9 @@ class ServerInfo:
     """Parts of the model, as their files describe them; empty while the model is being loaded."""
     adapters: tuple[AdapterInfo, ...]
     """Adapters that requests may name."""
+    default_preview: PreviewSpec
+    """Stills of a request that says nothing about them."""
+    artifacts: tuple[str, ...]
+    """Artifacts that a request may name."""
+    default_artifacts: tuple[str, ...]
+    """Those that are kept where a request names none."""

@@ -23,6 +23,7 @@ _UINT64 = (0, 2**64 - 1)
 MAX_PROMPT_BYTES = 1_000_000
 """A longer prompt would not fit a message; the server's own limit (GetServerInfo) is far lower."""
 MAX_ADAPTERS, MAX_ADAPTER_NAME_BYTES = 64, 256
+MAX_ARTIFACTS = 64
 """What a message has room for beside the longest prompt; the server's own limits are lower."""
 
 
@@ -79,6 +80,16 @@ class ClipSpec:
 
 
 @dataclass(frozen=True)
+class PreviewSpec:
+    """How stills of the clip in progress are made. They never change the clip."""
+
+    max_side: int
+    """Longer side of a still in pixels, 16 to 512; 0 makes none."""
+    every_steps: int
+    """A still at every so many noise forwards, and at the last one of each chunk; at least 1."""
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A clip to make. None leaves a choice to the server, whose defaults `Client.server_info` tells.
 
@@ -116,9 +127,17 @@ class GenerateRequest:
     not be named. Where steps and shifts of a dense clip are None and exactly one schedule is trained into the adapters
     named, they are that schedule's."""
 
+    preview: PreviewSpec | None = None
+    """Stills on the way. None: the server's own choice."""
+    artifacts: Sequence[str] = ()
+    """Names of the artifacts to keep, of those that `Client.server_info` lists; kept as a tuple. Empty: the server's
+    own choice."""
+
     def __post_init__(self) -> None:
         if isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str):
             object.__setattr__(self, "adapters", tuple(self.adapters))
+        if isinstance(self.artifacts, Sequence) and not isinstance(self.artifacts, str):
+            object.__setattr__(self, "artifacts", tuple(self.artifacts))
         violations = [
             *_prompt_violations(self.prompt),
             *(v for name in ("num_frames", "width", "height", "steps", "sink") for v in self._int_violations(name)),
@@ -126,6 +145,8 @@ class GenerateRequest:
             *(self._int_violations("window", also=' or "all"') if self.window != "all" else ()),
             *self._int_violations("seed", _UINT64),
             *_adapter_violations(self.adapters),
+            *_preview_violations(self.preview),
+            *_artifact_violations(self.artifacts),
         ]
         if self.mode is not None and self.mode not in SAMPLING_MODES:
             violations.append(FieldViolation("mode", f"mode is {self.mode!r:.80}; it must be one of {SAMPLING_MODES}"))
@@ -176,6 +197,8 @@ class RequestOptions(TypedDict, total=False):
     cancel_on_disconnect: bool
     mode: SamplingMode | None
     adapters: Sequence[AdapterChoice]
+    preview: PreviewSpec | None
+    artifacts: Sequence[str]
 
 
 def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> GenerateRequest:
@@ -192,9 +215,9 @@ def invalid_request(violations: list[FieldViolation]) -> InvalidRequestError:
     )
 
 
-def too_many_adapters(number: int) -> FieldViolation:
-    """What is wrong with a list of more adapters than a message holds."""
-    return FieldViolation("adapters", f"adapters holds {number} adapters; a message holds at most {MAX_ADAPTERS}")
+def too_many(field: str, number: int, limit: int) -> FieldViolation:
+    """What is wrong with a list of more entries than a message holds."""
+    return FieldViolation(field, f"{field} holds {number} {field}; a message holds at most {limit}")
 
 
 def _prompt_violations(prompt: str) -> list[FieldViolation]:
@@ -217,7 +240,7 @@ def _adapter_violations(adapters: object) -> list[FieldViolation]:
     if not isinstance(adapters, tuple):
         return [FieldViolation("adapters", f"adapters is {adapters!r:.80}; it must be a sequence of AdapterChoice")]
     if len(adapters) > MAX_ADAPTERS:
-        return [too_many_adapters(len(adapters))]
+        return [too_many("adapters", len(adapters), MAX_ADAPTERS)]
     violations = []
     for index, choice in enumerate(adapters):
         field = f"adapters[{index}]"
@@ -242,6 +265,30 @@ def _is_short_unicode(text: str) -> bool:
         return len(text.encode()) <= MAX_ADAPTER_NAME_BYTES
     except UnicodeEncodeError:  # a lone surrogate
         return False
+
+
+def _preview_violations(preview: object) -> list[FieldViolation]:
+    if preview is None:
+        return []
+    if not isinstance(preview, PreviewSpec):
+        return [FieldViolation("preview", f"preview is {preview!r:.80}; it must be a PreviewSpec")]
+    return [
+        FieldViolation(f"preview.{name}", f"preview.{name} is {value!r:.80}; it must be an integer")
+        for name, value in (("max_side", preview.max_side), ("every_steps", preview.every_steps))
+        if type(value) is not int or not _INT32[0] <= value <= _INT32[1]
+    ]
+
+
+def _artifact_violations(artifacts: object) -> list[FieldViolation]:
+    if not isinstance(artifacts, tuple) or not all(isinstance(name, str) for name in artifacts):
+        return [FieldViolation("artifacts", f"artifacts is {artifacts!r:.80}; it must be a sequence of names")]
+    if len(artifacts) > MAX_ARTIFACTS:
+        return [too_many("artifacts", len(artifacts), MAX_ARTIFACTS)]
+    return [
+        FieldViolation(field := f"artifacts[{index}]", f"{field} is {name!r:.80}; it must be up to 64 ASCII characters")
+        for index, name in enumerate(artifacts)
+        if len(name) > 64 or not name.isascii()
+    ]
 
 
 def _is_finite_or_none(value: object) -> bool:

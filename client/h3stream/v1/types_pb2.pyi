@@ -195,6 +195,40 @@ class Fragment(_message.Message):
     is_keyframe: bool
     def __init__(self, data: _Optional[bytes] = ..., fragment_index: _Optional[int] = ..., chunk_index: _Optional[int] = ..., start_ticks: _Optional[int] = ..., duration_ticks: _Optional[int] = ..., first_frame: _Optional[int] = ..., num_frames: _Optional[int] = ..., num_samples_total: _Optional[int] = ..., is_keyframe: _Optional[bool] = ...) -> None: ...
 
+class PreviewSpec(_message.Message):
+    __slots__ = ("max_side", "every_steps")
+    MAX_SIDE_FIELD_NUMBER: _ClassVar[int]
+    EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    max_side: int
+    every_steps: int
+    def __init__(self, max_side: _Optional[int] = ..., every_steps: _Optional[int] = ...) -> None: ...
+
+class Preview(_message.Message):
+    __slots__ = ("data", "media_type", "width", "height", "chunk_index", "step", "num_steps")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    media_type: str
+    width: int
+    height: int
+    chunk_index: int
+    step: int
+    num_steps: int
+    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., chunk_index: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class PreviewMap(_message.Message):
+    __slots__ = ("weights", "bias")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    bias: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, weights: _Optional[_Iterable[float]] = ..., bias: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Artifact(_message.Message):
     __slots__ = ("name", "media_type", "size_bytes", "sha256", "relative_path")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -27,7 +27,7 @@ JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters")
+    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters", "preview", "artifacts")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,8 @@ class GenerateRequest(_message.Message):
     CANCEL_ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     num_frames: int
     width: int
@@ -58,7 +60,9 @@ class GenerateRequest(_message.Message):
     cancel_on_disconnect: bool
     mode: _types_pb2.SamplingMode
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterChoice]
-    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterChoice, _Mapping]]] = ...) -> None: ...
+    preview: _types_pb2.PreviewSpec
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterChoice, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdapterChoice(_message.Message):
     __slots__ = ("name", "strength")
@@ -75,7 +79,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed")
+    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed", "preview")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TIME_TICKS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +91,7 @@ class Event(_message.Message):
     WARNING_FIELD_NUMBER: _ClassVar[int]
     STREAM_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     seq: int
     job_id: str
     media_time_ticks: int
@@ -98,7 +103,8 @@ class Event(_message.Message):
     warning: Warning
     stream_complete: StreamComplete
     completed: Completed
-    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
+    preview: _types_pb2.Preview
+    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("plan",)
@@ -179,7 +185,7 @@ class Timings(_message.Message):
     def __init__(self, first_fragment_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_frames_before_sampling_end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings")
+    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings", "preview", "artifacts")
     CLIP_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_VIDEO_LATENTS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +195,8 @@ class Plan(_message.Message):
     NUM_CLEAN_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STREAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     clip: _types_pb2.ClipSpec
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkPlan]
     num_video_latents: int
@@ -198,7 +206,9 @@ class Plan(_message.Message):
     num_clean_forwards: int
     expected_stream_bytes: int
     warnings: _containers.RepeatedCompositeFieldContainer[Warning]
-    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ...) -> None: ...
+    preview: _types_pb2.PreviewSpec
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunkPlan(_message.Message):
     __slots__ = ("video_start", "video_stop", "audio_start", "audio_stop", "num_frames_emitted")
@@ -213,6 +223,42 @@ class ChunkPlan(_message.Message):
     audio_stop: int
     num_frames_emitted: int
     def __init__(self, video_start: _Optional[int] = ..., video_stop: _Optional[int] = ..., audio_start: _Optional[int] = ..., audio_stop: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("job_id", "from_seq", "from_chunk", "live")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQ_FIELD_NUMBER: _ClassVar[int]
+    FROM_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    from_seq: int
+    from_chunk: int
+    live: bool
+    def __init__(self, job_id: _Optional[str] = ..., from_seq: _Optional[int] = ..., from_chunk: _Optional[int] = ..., live: _Optional[bool] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: Event
+    def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
+
+class DownloadArtifactRequest(_message.Message):
+    __slots__ = ("job_id", "name", "offset_bytes")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    name: str
+    offset_bytes: int
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+
+class DownloadArtifactResponse(_message.Message):
+    __slots__ = ("artifact", "data")
+    ARTIFACT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    artifact: _types_pb2.Artifact
+    data: bytes
+    def __init__(self, artifact: _Optional[_Union[_types_pb2.Artifact, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)
@@ -239,7 +285,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error")
+    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error", "artifacts", "removed_artifacts")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +294,8 @@ class Job(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     END_TIME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: JobState
     plan: Plan
@@ -256,7 +304,19 @@ class Job(_message.Message):
     create_time: _timestamp_pb2.Timestamp
     end_time: _timestamp_pb2.Timestamp
     error: JobError
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ...) -> None: ...
+    artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
+    removed_artifacts: _containers.RepeatedCompositeFieldContainer[RemovedArtifact]
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., removed_artifacts: _Optional[_Iterable[_Union[RemovedArtifact, _Mapping]]] = ...) -> None: ...
+
+class RemovedArtifact(_message.Message):
+    __slots__ = ("name", "remove_time", "message")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_TIME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    remove_time: _timestamp_pb2.Timestamp
+    message: str
+    def __init__(self, name: _Optional[str] = ..., remove_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class JobError(_message.Message):
     __slots__ = ("reason", "message", "phase", "chunk_index")
@@ -297,7 +357,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters")
+    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters", "default_preview", "artifacts", "default_artifacts")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +394,9 @@ class GetServerInfoResponse(_message.Message):
     DEFAULT_DENSE_CLIP_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     library_versions: _containers.ScalarMap[str, str]
     model_name: str
@@ -349,4 +412,7 @@ class GetServerInfoResponse(_message.Message):
     default_dense_clip: _types_pb2.ClipSpec
     parts: _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelPart]
     adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
-    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ...) -> None: ...
+    default_preview: _types_pb2.PreviewSpec
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    default_artifacts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., default_preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., default_artifacts: _Optional[_Iterable[str]] = ...) -> None: ...

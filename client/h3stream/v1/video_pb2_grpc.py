@@ -49,6 +49,16 @@ class VideoServiceStub:
                 request_serializer=h3stream_dot_v1_dot_video__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_video__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/h3stream.v1.VideoService/Attach',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.AttachRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.AttachResponse.FromString,
+                _registered_method=True)
+        self.DownloadArtifact = channel.unary_stream(
+                '/h3stream.v1.VideoService/DownloadArtifact',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/h3stream.v1.VideoService/GetJob',
                 request_serializer=h3stream_dot_v1_dot_video__pb2.GetJobRequest.SerializeToString,
@@ -103,6 +113,22 @@ class VideoServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
+        from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
+        as Generate does. Leaving never cancels the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DownloadArtifact(self, request, context):
+        """Sends a finished job's artifact from an offset on: what it is first, then its bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetJob(self, request, context):
         """Returns what is known of a job.
         """
@@ -143,6 +169,16 @@ def add_VideoServiceServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=h3stream_dot_v1_dot_video__pb2.CancelJobRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_video__pb2.CancelJobResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.AttachRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.AttachResponse.SerializeToString,
+            ),
+            'DownloadArtifact': grpc.unary_stream_rpc_method_handler(
+                    servicer.DownloadArtifact,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -224,6 +260,60 @@ class VideoService:
             '/h3stream.v1.VideoService/CancelJob',
             h3stream_dot_v1_dot_video__pb2.CancelJobRequest.SerializeToString,
             h3stream_dot_v1_dot_video__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/h3stream.v1.VideoService/Attach',
+            h3stream_dot_v1_dot_video__pb2.AttachRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DownloadArtifact(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/h3stream.v1.VideoService/DownloadArtifact',
+            h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.FromString,
             options,
             channel_credentials,
             insecure,

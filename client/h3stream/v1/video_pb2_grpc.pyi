@@ -54,6 +54,13 @@ class VideoServiceStub:
     """Cancels a job and returns once it has ended and its lane is free, which takes one forward at most. Cancelling a
     job that has ended changes nothing.
     """
+    Attach: _grpc.UnaryStreamMultiCallable[_video_pb2.AttachRequest, _video_pb2.AttachResponse]
+    """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
+    from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
+    as Generate does. Leaving never cancels the job.
+    """
+    DownloadArtifact: _grpc.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]
+    """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]
     """Returns what is known of a job."""
     PlanGeneration: _grpc.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]
@@ -89,6 +96,13 @@ class VideoServiceAsyncStub(VideoServiceStub):
     """Cancels a job and returns once it has ended and its lane is free, which takes one forward at most. Cancelling a
     job that has ended changes nothing.
     """
+    Attach: _aio.UnaryStreamMultiCallable[_video_pb2.AttachRequest, _video_pb2.AttachResponse]  # type: ignore[assignment]
+    """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
+    from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
+    as Generate does. Leaving never cancels the job.
+    """
+    DownloadArtifact: _aio.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]  # type: ignore[assignment]
+    """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
     GetJob: _aio.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]  # type: ignore[assignment]
     """Returns what is known of a job."""
     PlanGeneration: _aio.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]  # type: ignore[assignment]
@@ -133,6 +147,25 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
         """Cancels a job and returns once it has ended and its lane is free, which takes one forward at most. Cancelling a
         job that has ended changes nothing.
         """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _video_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_video_pb2.AttachResponse], _abc.AsyncIterator[_video_pb2.AttachResponse]]:
+        """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
+        from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
+        as Generate does. Leaving never cancels the job.
+        """
+
+    @_abc_1.abstractmethod
+    def DownloadArtifact(
+        self,
+        request: _video_pb2.DownloadArtifactRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_video_pb2.DownloadArtifactResponse], _abc.AsyncIterator[_video_pb2.DownloadArtifactResponse]]:
+        """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
 
     @_abc_1.abstractmethod
     def GetJob(

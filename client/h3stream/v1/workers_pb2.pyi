@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids", "parts", "adapters")
+    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids", "parts", "adapters", "preview_map")
     class WeightDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class DescribeResponse(_message.Message):
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_MAP_FIELD_NUMBER: _ClassVar[int]
     worker: str
     device: str
     weight_bytes: int
@@ -45,7 +46,8 @@ class DescribeResponse(_message.Message):
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     parts: _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelPart]
     adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
-    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ...) -> None: ...
+    preview_map: _types_pb2.PreviewMap
+    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
     __slots__ = ()
@@ -114,12 +116,16 @@ class DitServiceOpenSessionRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[DitSessionHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
 
 class DitSessionHeader(_message.Message):
-    __slots__ = ("session_id", "clip")
+    __slots__ = ("session_id", "clip", "preview", "preview_map")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIP_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_MAP_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     clip: _types_pb2.ClipSpec
-    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ...) -> None: ...
+    preview: _types_pb2.PreviewSpec
+    preview_map: _types_pb2.PreviewMap
+    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ...) -> None: ...
 
 class DitServiceOpenSessionResponse(_message.Message):
     __slots__ = ("kv_storage", "kv_storage_fallback_reason")
@@ -138,12 +144,14 @@ class SampleChunkRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class SampleChunkResponse(_message.Message):
-    __slots__ = ("step", "tensor")
+    __slots__ = ("step", "tensor", "preview")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     step: StepDone
     tensor: _types_pb2.TensorPart
-    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+    preview: _types_pb2.Preview
+    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("step", "num_steps")
@@ -160,10 +168,12 @@ class SampleDenseRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class SampleDenseResponse(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "preview")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     step: StepDone
-    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
+    preview: _types_pb2.Preview
+    def __init__(self, step: _Optional[_Union[StepDone, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ...) -> None: ...
 
 class CommitChunkRequest(_message.Message):
     __slots__ = ("session_id", "chunk_index")
@@ -202,14 +212,16 @@ class DitServiceCloseSessionResponse(_message.Message):
     def __init__(self, was_open: _Optional[bool] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., peak_kv_bytes: _Optional[int] = ...) -> None: ...
 
 class VaeServiceOpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "clip", "artifact_directory")
+    __slots__ = ("session_id", "clip", "artifact_directory", "artifacts")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIP_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     clip: _types_pb2.ClipSpec
     artifact_directory: str
-    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ...) -> None: ...
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VaeServiceOpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -246,12 +258,22 @@ class FinishRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class FinishResponse(_message.Message):
-    __slots__ = ("artifacts", "audio_health")
+    __slots__ = ("artifacts", "audio_health", "failures")
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     AUDIO_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
     audio_health: _types_pb2.AudioHealth
-    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[ArtifactFailure]
+    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ...) -> None: ...
+
+class ArtifactFailure(_message.Message):
+    __slots__ = ("name", "message")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    message: str
+    def __init__(self, name: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class VaeServiceCloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

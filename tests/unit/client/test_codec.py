@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from h3stream import codec, events, job
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Event
-from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
+from h3stream.request import (
+    KV_STORAGES,
+    SAMPLING_MODES,
+    AdapterChoice,
+    AdapterUse,
+    ClipSpec,
+    GenerateRequest,
+    PreviewSpec,
+)
 from h3stream.v1 import types_pb2, video_pb2
 
 M = TypeVar("M", bound=Message)
@@ -34,12 +42,15 @@ CLIP = st.builds(
     sink=INT32, window=st.none() | INT32, kv_storage=st.sampled_from(KV_STORAGES), seed=UINT64, mode=MODE,
     adapters=st.lists(st.builds(AdapterUse, name=TEXT, strength=FLOAT), max_size=2).map(tuple),
 )  # fmt: skip
+PREVIEW = st.builds(PreviewSpec, max_side=INT32, every_steps=INT32)
+NAME = st.text("abc.-", max_size=8)
 REQUEST = st.builds(
     GenerateRequest, prompt=TEXT, num_frames=st.none() | INT32, width=st.none() | INT32, height=st.none() | INT32,
     steps=st.none() | INT32, video_shift=st.none() | FLOAT, audio_shift=st.none() | FLOAT, sink=st.none() | INT32,
     window=st.none() | INT32 | st.just("all"), kv_storage=st.none() | st.sampled_from(KV_STORAGES),
     seed=st.none() | UINT64, cancel_on_disconnect=st.booleans(), mode=st.none() | MODE,
     adapters=st.lists(st.builds(AdapterChoice, name=TEXT, strength=st.none() | FLOAT), max_size=2).map(tuple),
+    preview=st.none() | PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
 )  # fmt: skip
 CHUNK = st.builds(
     events.ChunkPlan, video_start=INT32, video_stop=INT32, audio_start=INT32, audio_stop=INT32, num_frames_emitted=INT32
@@ -49,6 +60,7 @@ PLAN = st.builds(
     num_audio_latents=INT32, num_samples=INT64, num_noise_forwards=INT32, num_clean_forwards=INT32,
     expected_stream_bytes=INT64,
     warnings=st.lists(st.builds(events.PlanWarning, reason=TEXT, message=TEXT), max_size=2).map(tuple),
+    preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
 )  # fmt: skip
 ARTIFACT = st.builds(events.Artifact, name=TEXT, media_type=TEXT, size_bytes=INT64, sha256=TEXT, relative_path=TEXT)
 HEALTH = st.builds(
@@ -72,6 +84,10 @@ EVENT = st.one_of(
         events.Fragment, **ENVELOPE, data=st.binary(), fragment_index=INT32, chunk_index=INT32, start_ticks=INT64,
         duration_ticks=INT64, first_frame=INT32, num_frames=INT32, num_samples_total=INT64, is_keyframe=st.booleans(),
     ),
+    st.builds(
+        events.Preview, **ENVELOPE, data=st.binary(), media_type=TEXT, width=INT32, height=INT32, chunk_index=INT32,
+        step=INT32, num_steps=INT32,
+    ),
     st.builds(events.JobWarning, **ENVELOPE, reason=TEXT, message=TEXT),
     st.builds(
         events.StreamComplete, **ENVELOPE, num_fragments=INT32, num_bytes=INT64, num_frames=INT32, num_samples=INT64
@@ -85,6 +101,10 @@ JOB = st.builds(
     job.Job, job_id=TEXT, state=st.sampled_from(get_args(job.JobState)), plan=PLAN, num_events=UINT64,
     num_frames_emitted=INT32, create_time=TIME, end_time=st.none() | TIME,
     error=st.none() | st.builds(job.JobError, reason=TEXT, message=TEXT, phase=PHASE, chunk_index=INT32),
+    artifacts=st.lists(ARTIFACT, max_size=2).map(tuple),
+    removed_artifacts=st.lists(
+        st.builds(job.RemovedArtifact, name=TEXT, remove_time=TIME, message=TEXT), max_size=2
+    ).map(tuple),
 )  # fmt: skip
 NAMES = st.dictionaries(TEXT, TEXT, max_size=2)
 PART = st.builds(
@@ -104,6 +124,8 @@ SERVER_INFO = st.builds(
     default_clip=CLIP, valid_num_frames=st.lists(INT32, max_size=3).map(tuple), max_canvas_pixels=INT64,
     max_prompt_bytes=INT32, max_message_bytes=INT32, max_queued_jobs=INT32, num_lanes=INT32, settings=NAMES,
     default_dense_clip=CLIP, parts=st.lists(PART, max_size=2).map(tuple), adapters=ADAPTERS,
+    default_preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
+    default_artifacts=st.lists(NAME, max_size=2).map(tuple),
 )  # fmt: skip
 
 
