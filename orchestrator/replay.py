@@ -1,6 +1,7 @@
 """The log of one job: every event, on disk before anyone sees it, read by any number of readers at their own pace.
 
-A reader holds one event in memory and never slows the writer; one that stalls or goes away costs nothing.
+A reader holds one event in memory and never slows the writer; one that stalls or goes away costs nothing. Memory holds
+a few numbers of each event, the disk the rest.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
+from bisect import bisect_left
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,7 +28,11 @@ class JobLog:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _unwritable(error) from error
-        self._ends = array("Q")  # end offset of each event in the file: all that memory holds of it
+        self._ends = array("Q")  # end offset of each event in the file
+        self._init_seq: int | None = None
+        self._keyframe_seqs = array("Q")  # fragments that decoding can start at
+        self._keyframe_chunks = array("q")  # and the chunks they belong to, never falling
+        self._media_end_seq: int | None = None  # the first event after all media
         self._grown = asyncio.Event()
         self._is_closed = False
         self._error: GenerationError | None = None
@@ -47,6 +53,7 @@ class JobLog:
         except OSError as error:
             raise _unwritable(error) from error
         self._ends.append(start + len(data))
+        self._note(event)
         self._wake()
 
     def close(self, error: GenerationError | None) -> None:
@@ -61,15 +68,52 @@ class JobLog:
         while True:
             grown = self._grown
             while seq < len(self._ends):
-                start = self._ends[seq - 1] if seq else 0
-                data = os.pread(self._fd, self._ends[seq] - start, start)
-                yield video_pb2.Event.FromString(data)
+                yield self._event(seq)
                 seq += 1
             if self._is_closed:
                 if self._error is not None:
                     raise self._error.with_traceback(None)  # one error, many readers
                 return
             await grown.wait()
+
+    async def join(self, from_chunk: int | None = None) -> AsyncIterator[video_pb2.Event]:
+        """Yields what a player needs that was not there from the start: event 0, the init segment as soon as there is
+        one, then everything from a keyframe on. Ends as `read` does.
+
+        from_chunk: wait for the first keyframe of this chunk or a later one, as the first chunk completes no frame;
+        None takes the latest keyframe there is, or waits for one. Where the media end before that, what follows them
+        is yielded.
+        """
+        latest = max(len(self._keyframe_seqs) - 1, 0)
+        yield self._event(0)
+        told_init = False
+        while True:
+            grown = self._grown
+            if self._init_seq is not None and not told_init:
+                yield self._event(self._init_seq)
+                told_init = True
+            place = latest if from_chunk is None else bisect_left(self._keyframe_chunks, from_chunk)
+            start = self._keyframe_seqs[place] if place < len(self._keyframe_seqs) else self._media_end_seq
+            if start is not None or self._is_closed:
+                break
+            await grown.wait()
+        async for event in self.read(len(self) if start is None else start):
+            yield event
+
+    def _event(self, seq: int) -> video_pb2.Event:
+        start = self._ends[seq - 1] if seq else 0
+        return video_pb2.Event.FromString(os.pread(self._fd, self._ends[seq] - start, start))
+
+    def _note(self, event: video_pb2.Event) -> None:
+        """Remembers where players can start: a few numbers for each keyframe."""
+        match event.WhichOneof("payload"):
+            case "init_segment":
+                self._init_seq = event.seq
+            case "fragment" if event.fragment.is_keyframe:
+                self._keyframe_seqs.append(event.seq)
+                self._keyframe_chunks.append(event.fragment.chunk_index)
+            case "stream_complete" | "completed" if self._media_end_seq is None:
+                self._media_end_seq = event.seq
 
     def _wake(self) -> None:
         # Each waiter holds the event that was current when it looked, so none can miss what came after.

@@ -15,11 +15,12 @@ from h3stream.codec import (
     refuse_unknown_fields,
     request_from_proto,
 )
-from h3stream.errors import UnsupportedError
-from h3stream.request import ClipSpec, GenerateRequest
+from h3stream.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from h3stream.request import ClipSpec, GenerateRequest, invalid_request
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings
+from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
 
@@ -52,7 +53,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
 
     async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
         refuse_unknown_fields(request)
-        async for event in self._scheduler.job(request.job_id).log.read(request.from_seq):
+        async for event in _events_from(request, self._scheduler.job(request.job_id)):
             yield video_pb2.AttachResponse(event=event)
 
     async def DownloadArtifact(
@@ -116,6 +117,34 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
         clip = resolve(request, self._model, self._adapters)
         return request.prompt, clip, make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate)
+
+
+def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[video_pb2.Event]:
+    """The events of a job from where the caller wants to start. Raises InvalidRequestError if it has no such place."""
+    match request.WhichOneof("start"):
+        case "from_chunk":
+            last = len(job.plan.chunks) - 1
+            if not 0 <= request.from_chunk <= last:
+                raise _no_start(
+                    "from_chunk", f"from_chunk is {request.from_chunk}; the chunks of the job are 0 to {last}"
+                )
+            return job.log.join(request.from_chunk)
+        case "live":
+            if not request.live:
+                raise _no_start("live", "live is false; it must be true, or left out")
+            return job.log.join()
+        case _:
+            num_events = len(job.log)
+            if request.from_seq > num_events:
+                raise _no_start(
+                    "from_seq",
+                    f"from_seq is {request.from_seq}; the job has {num_events} events so far, the most it may be",
+                )
+            return job.log.read(request.from_seq)
+
+
+def _no_start(field: str, description: str) -> InvalidRequestError:
+    return invalid_request([FieldViolation(field, description)])
 
 
 def _header_info(adapter: AdapterFacts) -> types_pb2.AdapterInfo:
