@@ -7,6 +7,7 @@ Source: docs/reference/raven-streaming.md §13.
 
 from __future__ import annotations
 
+import logging
 from fractions import Fraction
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from core.geometry import AUDIO_CHANNELS, FPS, FRAMES_PER_CHUNK, SAMPLE_RATE
 from h3stream.errors import MuxError
 from services.vae.media.boxes import Packet
 from services.vae.media.h264 import NAL_IDR, decoder_configuration, length_prefixed, nal_type, split_nal_units
+
+log = logging.getLogger(__name__)
 
 H264_ENCODERS: dict[str, dict[str, str]] = {
     "h264_nvenc": {
@@ -125,10 +128,11 @@ class H264Encoder:
 
 
 def open_h264_encoder(width: int, height: int, bit_rate: int, pinned: str | None = None) -> H264Encoder:
-    """The first encoder that works for this canvas; `pinned` allows only that one.
+    """The first encoder that works for this canvas; `pinned` allows only that one. Why others do not is logged.
 
-    An encoder works if it gives every picture at once and honours a forced IDR picture: options are silently ignored by
-    encoders that do not know them, so what counts is what comes out. Raises MuxError if none works, saying why.
+    An encoder works if it gives every picture at once, honours a forced IDR picture and decodes from each of them with
+    the configuration it declares: options are silently ignored by encoders that do not know them, so what counts is
+    what comes out. Raises MuxError if none works, saying why.
     """
     if pinned is not None and pinned not in H264_ENCODERS:
         raise MuxError(f"the H.264 encoder {pinned!r} is not known; known are {', '.join(H264_ENCODERS)}")
@@ -136,19 +140,44 @@ def open_h264_encoder(width: int, height: int, bit_rate: int, pinned: str | None
     for name in H264_ENCODERS if pinned is None else (pinned,):
         try:
             _probe(H264Encoder(name, width, height, bit_rate), width, height)
-            return H264Encoder(name, width, height, bit_rate)
+            encoder = H264Encoder(name, width, height, bit_rate)
         except MuxError as error:
             reasons.append(str(error))
+            continue
+        if reasons:
+            log.info("pictures of %dx%d are encoded by %s: %s", width, height, name, "; ".join(reasons))
+        return encoder
     raise MuxError(f"no H.264 encoder works for {width}x{height}: {'; '.join(reasons)}")
 
 
 def _probe(encoder: H264Encoder, width: int, height: int) -> None:
-    """Encodes three frames, the first and the last forced to be IDR pictures. Raises MuxError if that is not obeyed."""
+    """Encodes three frames, the first and the last forced to be IDR pictures, and decodes them from either.
+
+    Raises MuxError if the pictures are not what was asked for, or not what the encoder declares.
+    """
     frame = np.full((height, width, 3), 128, np.uint8)
+    pictures = []
     for is_idr in (True, False, True):
         units = split_nal_units(encoder.encode_as(frame, is_idr))
         if any(nal_type(unit) == NAL_IDR for unit in units) != is_idr:
             raise MuxError(f"{encoder.name} does not obey a forced IDR picture")
+        pictures.append(length_prefixed(units))
+    for start in (0, 2):
+        if _decoded_sizes(encoder.decoder_configuration, pictures[start:]) != [(width, height)] * (3 - start):
+            raise MuxError(f"the pictures of {encoder.name} do not decode with the configuration that it declares")
+
+
+def _decoded_sizes(configuration: bytes, pictures: list[bytes]) -> list[tuple[int, int]]:
+    """(width, height) of each picture that a decoder yields; none if it fails."""
+    decoder: Any = av.CodecContext.create("h264", "r")
+    decoder.extradata = configuration
+    decoder.thread_count = 1
+    try:
+        frames = [frame for picture in pictures for frame in decoder.decode(av.Packet(picture))]
+        frames += decoder.decode(None)
+    except av.FFmpegError:
+        return []
+    return [(frame.width, frame.height) for frame in frames]
 
 
 class AacEncoder:

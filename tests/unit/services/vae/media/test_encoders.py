@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import av
@@ -10,7 +11,9 @@ from av.video.frame import PictureType
 
 from h3stream.errors import MuxError
 from services.vae.media import encoders
+from services.vae.media.boxes import AudioTrack, VideoTrack
 from services.vae.media.encoders import MAX_BUFFER_BITS, AacEncoder, H264Encoder, open_h264_encoder
+from services.vae.media.muxer import mime_type
 
 BIT_RATE = 6_000_000
 
@@ -103,9 +106,83 @@ def test_an_encoder_that_ignores_a_forced_idr_does_not_count(monkeypatch: pytest
         open_h264_encoder(64, 64, BIT_RATE, "libx264")
 
 
-def test_a_candidate_that_cannot_be_opened_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+class MisdeclaringEncoder(H264Encoder):
+    """Declares the configuration of an encoder for another canvas, as one would that changes it with each IDR."""
+
+    def __init__(self, name: str, width: int, height: int, bit_rate: int) -> None:
+        super().__init__(name, width, height, bit_rate)
+        self.decoder_configuration = H264Encoder(name, 2 * width, height, bit_rate).decoder_configuration
+
+
+def test_an_encoder_that_declares_something_else_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "H264Encoder", MisdeclaringEncoder)
+    with pytest.raises(MuxError, match="do not decode with the configuration that it declares"):
+        open_h264_encoder(64, 64, BIT_RATE, "libx264")
+
+
+class StubbornGpuEncoder(H264Encoder):
+    """A GPU's encoder that opens and then ignores forced IDR pictures; every other encoder is as it is."""
+
+    def __init__(self, name: str, width: int, height: int, bit_rate: int) -> None:
+        super().__init__(name if name != "h264_nvenc" else "libx264", width, height, bit_rate)
+        self.name = name
+
+    def encode_as(self, rgb: npt.NDArray[np.uint8], is_idr: bool) -> bytes:
+        return super().encode_as(rgb, is_idr and (self.name != "h264_nvenc" or self._num_frames == 0))
+
+
+def test_a_candidate_that_works_badly_is_passed_over_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(encoders, "H264Encoder", StubbornGpuEncoder)
+    with caplog.at_level("INFO"):
+        assert open_h264_encoder(64, 32, BIT_RATE).name == "libx264"
+    assert caplog.messages == [
+        "pictures of 64x32 are encoded by libx264: h264_nvenc does not obey a forced IDR picture"
+    ]
+
+
+def test_a_candidate_that_cannot_be_opened_is_passed_over_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(encoders, "H264_ENCODERS", {"no_such_codec": {}, "libx264": encoders.H264_ENCODERS["libx264"]})
-    assert open_h264_encoder(64, 64, BIT_RATE).name == "libx264"
+    with caplog.at_level("INFO"):
+        assert open_h264_encoder(64, 64, BIT_RATE).name == "libx264"
+    (message,) = caplog.messages
+    assert message.startswith("pictures of 64x64 are encoded by libx264: the encoder no_such_codec cannot be opened")
+
+
+@pytest.mark.parametrize("name", encoders.H264_ENCODERS)
+def test_every_encoder_of_the_chain_that_is_here_works(name: str) -> None:
+    """A GPU's encoder does not open without one, and builds of FFmpeg differ."""
+    try:
+        H264Encoder(name, 256, 256, BIT_RATE)
+    except MuxError as error:
+        pytest.skip(str(error))
+    encoder = open_h264_encoder(256, 256, BIT_RATE, name)
+    rng = np.random.default_rng(5)
+    packets = [encoder.encode(noise(rng, 256, 256)) for _ in range(36)]
+    assert [i for i, packet in enumerate(packets) if packet.is_sync] == [0, 17, 34]
+    assert len(decode_h264(encoder, packets[17:])) == 19
+
+
+@pytest.mark.parametrize(
+    ("profile", "codec"), [("baseline", "avc1.42c0"), ("main", "avc1.4d40"), ("high", "avc1.6400")]
+)
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (96, 416), (1376, 768)])
+def test_the_codec_announced_is_that_of_the_pictures(
+    monkeypatch: pytest.MonkeyPatch, profile: str, codec: str, width: int, height: int
+) -> None:
+    """OpenH264 makes baseline or main, others high; the level follows the canvas."""
+    monkeypatch.setitem(encoders.H264_ENCODERS["libx264"], "profile", profile)
+    encoder = open_h264_encoder(width, height, BIT_RATE, "libx264")
+    video = VideoTrack(width, height, encoder.decoder_configuration, 22)
+    announced = mime_type(video, AudioTrack(bytes((0x12, 0x90)), 128_000, 1024, 29_600))
+    assert announced.startswith(f'video/mp4; codecs="{codec}')
+    # What a decoder finds in the parameter sets, without the record in between.
+    (_, sps, *_) = re.split(rb"\x00\x00\x00?\x01", bytes(encoder._context.extradata))
+    assert sps[0] & 0x1F == 7
+    assert f"avc1.{sps[1:4].hex()}" in announced
 
 
 def test_a_pinned_encoder_that_does_not_work_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
