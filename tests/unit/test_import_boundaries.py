@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = ("core", "h3stream", "services", "orchestrator", "tools")
+OURS = ("core", "h3stream", "services", "orchestrator", "tools", "web")
 WORKERS = ("text_encoder", "dit", "vae")
 
 MAY_IMPORT = {
@@ -24,6 +24,7 @@ MAY_IMPORT = {
         *("core", "h3stream", "services", "grpc", "grpc_health", "grpc_reflection", "google"),
         *("torch", "numpy", "av", "diffusers", "transformers", "tokenizers", "safetensors"),
     },
+    "web": {"h3stream", "services", "web", "grpc", "starlette", "uvicorn"},
 }
 """Folder -> packages beside the standard library that its files may import."""
 
@@ -38,11 +39,14 @@ STOPS_AT = {
         "orchestrator/servicer.py",
         "orchestrator/worker_clients.py",
         "orchestrator/__main__.py",
+        "web/upstream.py",
     ),
-    "av": ("services/vae/media/*", "services/vae/artifacts.py"),
+    "av": ("services/vae/media/*", "services/vae/artifacts/*", "services/dit/preview.py"),
     "torch": ("services/*", "tools/*"),
     "diffusers": ("services/*", "tools/*"),
     "transformers": ("services/text_encoder/*", "tools/*"),
+    "starlette": ("web/*",),
+    "uvicorn": ("web/gateway.py",),
 }
 """Package -> the only files that may import it."""
 
@@ -55,7 +59,7 @@ WITHOUT_TORCH = (
     "services/common/refusal.py",
     "services/common/rpc.py",
     "services/vae/media/*",
-    "services/vae/artifacts.py",
+    "services/vae/artifacts/*",
 )
 """Files of the services that the orchestrator uses, or that work on bytes and arrays."""
 
@@ -177,6 +181,16 @@ def test_the_orchestrator_knows_only_the_shell_and_the_settings_of_services() ->
     assert offences == set()
 
 
+def test_the_gateway_knows_of_the_services_only_where_they_may_listen() -> None:
+    used = {
+        dotted
+        for name, found in IMPORTS.items()
+        for dotted in found
+        if name.startswith("web/") and package(dotted) == "services"
+    }
+    assert used == {"services.common.listen.check_tcp_address"}
+
+
 @pytest.mark.parametrize("worker", [*WORKERS, "common", "checkpoints"])
 def test_a_worker_knows_no_other_worker(worker: str) -> None:
     others = tuple(f"services.{other}" for other in WORKERS if other != worker)
@@ -237,6 +251,11 @@ def test_the_orchestrator_loads_neither_a_model_library_nor_ray() -> None:
 def test_the_orchestrators_lanes_load_ray_but_no_model_library() -> None:
     loaded = loaded_by([name for name in modules_of("orchestrator") if name == "orchestrator.lanes"])
     assert loaded & {"torch", "diffusers", "transformers", "av"} == set()
+
+
+def test_the_gateway_loads_neither_a_model_library_nor_the_orchestrator() -> None:
+    loaded = loaded_by(modules_of("web"))
+    assert loaded & {"torch", "numpy", "diffusers", "transformers", "av", "ray", "orchestrator"} == set()
 
 
 def test_settings_of_workers_load_no_torch() -> None:

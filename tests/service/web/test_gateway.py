@@ -1,0 +1,273 @@
+"""The HTTP gateway over real sockets, in front of a service whose clips play."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import av
+import pytest
+
+from h3stream.errors import OverloadedError
+from tests.web_service import LiveService, make_media, running_gateway, serve_live
+
+CLIP = {"prompt": "a fox", "num_frames": 39, "width": 64, "height": 64}
+
+
+class Http:
+    """Calls to the gateway, away from the event loop."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def __call__(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} if body is not None else {}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return await asyncio.to_thread(self._call, method, path, data, sent)
+
+    def _call(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Any:
+        connection = http.client.HTTPConnection(self.address, timeout=30)
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+        finally:
+            connection.close()
+
+    async def json(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        status, _, data = await self(method, path, body, **headers)
+        return status, json.loads(data)
+
+    async def create(self, **fields: Any) -> str:
+        status, answer = await self.json("POST", "/api/jobs", {**CLIP, **fields})
+        assert status == 201, answer
+        return str(answer["job_id"])
+
+
+def messages(data: bytes) -> list[dict[str, Any]]:
+    """The messages of an event stream."""
+    result = []
+    for block in data.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        if "data" in fields:
+            result.append({**fields, "data": json.loads(fields["data"])})
+    return result
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    while not await condition():
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def service() -> LiveService:
+    return LiveService()
+
+
+@pytest.fixture
+async def http_call(service: LiveService) -> AsyncIterator[Http]:
+    async with serve_live(service) as address, running_gateway(address) as gateway:
+        yield Http(gateway)
+
+
+async def test_a_job_is_made_followed_and_fetched(http_call: Http, service: LiveService) -> None:
+    job_id = await http_call.create(seed=2**63, adapters=[{"name": "turbo", "strength": 0.5}])
+    assert service.jobs[job_id].request.seed == 2**63
+    assert service.jobs[job_id].request.adapters[0].strength == 0.5
+    _, headers, data = await http_call("GET", f"/api/jobs/{job_id}/events")
+    assert headers["Content-Type"].startswith("text/event-stream")
+    told = messages(data)
+    numbers = [int(message["id"]) for message in told[:-1]]
+    assert numbers == list(range(len(service.jobs[job_id].events)))
+    assert told[0]["event"] == "accepted"
+    assert told[-2]["event"] == "completed"
+    assert told[-1]["event"] == "ended"
+    assert told[-1]["data"] == {"state": "succeeded", "error": None}
+
+    media = make_media(39, 64, 64)
+    still = next(message["data"] for message in told if message["event"] == "preview")
+    assert base64.b64decode(still["data"]) == media.stills[0]
+    pieces = [message for message in told if message["event"] in ("init_segment", "fragment")]
+    assert all("data" not in piece["data"] for piece in pieces)
+    fetched = [await http_call("GET", f"/api/jobs/{job_id}/media/{piece['id']}.mp4") for piece in pieces]
+    assert b"".join(data for _, _, data in fetched) == media.stream
+    assert "immutable" in fetched[0][1]["Cache-Control"]
+    assert (await http_call("GET", f"/api/jobs/{job_id}/media/0.mp4"))[0] == 404
+
+    _, headers, whole = await http_call("GET", f"/api/jobs/{job_id}/stream.mp4")
+    assert headers["Content-Type"] == "video/mp4"
+    assert whole == media.stream
+    status, job = await http_call.json("GET", f"/api/jobs/{job_id}")
+    assert (status, job["state"], job["num_frames_emitted"]) == (200, "succeeded", 39)
+
+
+async def test_events_resume_after_the_last_one_seen(http_call: Http) -> None:
+    job_id = await http_call.create()
+    whole = messages((await http_call("GET", f"/api/jobs/{job_id}/events"))[2])
+    rest = messages((await http_call("GET", f"/api/jobs/{job_id}/events", Last_Event_ID="4"))[2])
+    assert rest == whole[5:]
+    assert messages((await http_call("GET", f"/api/jobs/{job_id}/events?last_event_id=4"))[2]) == rest
+    end = len(whole) - 2
+    after_all = messages((await http_call("GET", f"/api/jobs/{job_id}/events?last_event_id={end}"))[2])
+    assert [message["event"] for message in after_all] == ["ended"]
+    assert (await http_call("GET", f"/api/jobs/{job_id}/events?last_event_id=9999"))[0] == 400
+
+
+async def test_a_cancelled_job_tells_how_it_ended(http_call: Http, service: LiveService) -> None:
+    service.allow(1)
+    job_id = await http_call.create()
+    following = asyncio.create_task(http_call("GET", f"/api/jobs/{job_id}/events"))
+    playing = asyncio.create_task(http_call("GET", f"/api/jobs/{job_id}/stream.mp4"))
+    while service.num_attached < 2:
+        await asyncio.sleep(0.01)
+    status, job = await http_call.json("DELETE", f"/api/jobs/{job_id}")
+    assert (status, job["state"]) == (200, "cancelled")
+    last = messages((await following)[2])[-1]
+    assert last["event"] == "ended"
+    assert last["data"]["state"] == "cancelled"
+    assert last["data"]["error"]["reason"] == "JOB_CANCELLED"
+    assert make_media(39, 64, 64).stream.startswith((await playing)[2])
+    assert service.num_attached == 0
+
+
+async def test_a_reader_that_goes_is_let_go(http_call: Http, service: LiveService) -> None:
+    service.allow(1)
+    job_id = await http_call.create()
+    connections = []
+    for path in ("events", "stream.mp4"):
+        connection = http.client.HTTPConnection(http_call.address)
+        connection.request("GET", f"/api/jobs/{job_id}/{path}")
+        connections.append(connection)
+    while service.num_attached < 2:
+        await asyncio.sleep(0.01)
+    for connection in connections:
+        connection.close()
+    while service.num_attached:
+        await asyncio.sleep(0.01)
+    service.allow(99)
+    await http_call("GET", f"/api/jobs/{job_id}/events")  # the job itself went on
+    assert service.jobs[job_id].state == "succeeded"
+
+
+async def test_the_playlist_grows_and_ends(http_call: Http, service: LiveService) -> None:
+    service.allow(2)
+    job_id = await http_call.create(num_frames=56)
+
+    async def has_a_fragment() -> bool:
+        return service.jobs[job_id].num_frames > 0
+
+    await until(has_a_fragment)
+    path = f"/api/jobs/{job_id}/hls/index.m3u8"
+    _, headers, data = await http_call("GET", path)
+    assert headers["Content-Type"] == "application/vnd.apple.mpegurl"
+    early = data.decode()
+    assert early.count("#EXTINF") == 1
+    assert "#EXT-X-PLAYLIST-TYPE:EVENT" in early
+    assert "#EXT-X-ENDLIST" not in early
+    service.allow(99)
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    late = (await http_call("GET", path))[2].decode()
+    assert late.startswith(early)
+    assert late.endswith("#EXT-X-ENDLIST\n")
+    assert late.count("#EXTINF") == len(make_media(56, 64, 64).fragments)
+
+    # What a player takes from it is the clip.
+    def frames() -> int:
+        with av.open(f"http://{http_call.address}{path}") as container:
+            return sum(1 for _ in container.decode(video=0))
+
+    assert await asyncio.to_thread(frames) == 56
+
+
+async def test_artifacts_are_sent_whole_and_in_part(http_call: Http) -> None:
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    path = f"/api/jobs/{job_id}/artifacts/final.mp4"
+    media = make_media(39, 64, 64).stream
+    status, headers, data = await http_call("GET", path)
+    assert (status, data) == (200, media)
+    assert headers["Accept-Ranges"] == "bytes"
+    with av.open(io.BytesIO(data)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 39
+    size = len(media)
+    for asked, start, stop in (("100-199", 100, 200), ("-5", size - 5, size), ("11000-", 11_000, size)):
+        status, part, data = await http_call("GET", path, Range=f"bytes={asked}")
+        assert (status, data) == (206, media[start:stop]), asked
+        assert part["Content-Range"] == f"bytes {start}-{stop - 1}/{size}"
+    assert (await http_call("GET", path, Range=f"bytes={size}-"))[0] == 416
+    assert (await http_call("GET", path, Range="bytes=1-2", If_Range='"other"'))[0] == 200
+    assert (await http_call("GET", path, If_None_Match=headers["ETag"]))[0] == 304
+    status, head, data = await http_call("HEAD", path)
+    assert (status, head["Content-Length"], data) == (200, str(size), b"")
+    status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/nothing.mp4")
+    assert status == 404
+    status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/latents.safetensors")
+    assert status == 410
+    assert "older than 7 days" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (b"{", {"body"}),
+        (b"[]", {"body"}),
+        ({}, {"prompt"}),
+        ({"prompt": 5, "steps": "four"}, {"prompt", "steps"}),
+        ({"prompt": "a", "fps": 24, "cancel_on_disconnect": True}, {"fps", "cancel_on_disconnect"}),
+        ({"prompt": "a", "adapters": "turbo"}, {"adapters"}),
+        ({"prompt": "a", "adapters": [{"title": "turbo"}], "preview": 3}, {"adapters", "preview"}),
+        ({"prompt": "a", "num_frames": 40}, {"num_frames"}),
+    ],
+)
+async def test_what_is_wrong_is_told_field_by_field(http_call: Http, body: Any, fields: set[str]) -> None:
+    status, answer = await http_call.json("POST", "/api/jobs", body)
+    assert status == 400
+    assert {violation["field"] for violation in answer["error"]["violations"]} == fields
+
+
+async def test_errors_have_their_status(http_call: Http, service: LiveService) -> None:
+    for path in ("", "/events", "/stream.mp4", "/hls/index.m3u8", "/media/1.mp4", "/artifacts/final.mp4"):
+        status, answer = await http_call.json("GET", f"/api/jobs/nothing{path}")
+        assert (status, answer["error"]["reason"]) == (404, "JOB_NOT_FOUND"), path
+    service.refuse_with = OverloadedError("the queue is full", retry_after_s=3.5)
+    status, headers, data = await http_call("POST", "/api/jobs", CLIP)
+    assert (status, headers["Retry-After"], json.loads(data)["error"]["retry_after_s"]) == (429, "4", 3.5)
+
+
+async def test_other_sites_reach_nothing(http_call: Http) -> None:
+    assert (await http_call("GET", "/api/info", Host="evil.example:8080"))[0] == 421
+    assert (await http_call("GET", "/api/info", Host="localhost:1"))[0] == 200
+    status, _, _ = await http_call("POST", "/api/jobs", CLIP, Content_Type="text/plain")
+    assert status == 415
+    assert (await http_call("POST", "/api/jobs", b" " * 1_100_000))[0] == 413
+    status, headers, page = await http_call("GET", "/")
+    assert status == 200
+    assert "default-src 'none'; script-src 'self'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert b"<script>" not in page
+    assert b"style=" not in page
+    assert (await http_call("GET", "/../wire.py"))[0] == 404
+
+
+async def test_a_server_that_is_away_is_told() -> None:
+    async with running_gateway("127.0.0.1:1") as gateway:
+        status, answer = await Http(gateway).json("GET", "/api/info")
+    assert (status, answer["error"]["reason"]) == (503, "NOT_READY")
+
+
+async def test_beyond_loopback_only_when_told_so() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "web.gateway", "--listen", "0.0.0.0:0", stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    assert b"set insecure" in said

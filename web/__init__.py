@@ -1,0 +1,1 @@
+"""The page and the HTTP gateway in front of the gRPC service: everything here goes through the SDK."""

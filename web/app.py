@@ -1,0 +1,291 @@
+"""The gateway as an ASGI application: the page, and a small HTTP API over the service's calls.
+
+    GET    /                             the page
+    GET    /api/info                     the server's versions, limits, defaults and adapters
+    POST   /api/jobs                     makes a clip: a JSON object with the fields of GenerateRequest; 201 {"job_id"}
+    GET    /api/jobs/ID                  what is known of a job
+    DELETE /api/jobs/ID                  cancels it
+    GET    /api/jobs/ID/events           its events as Server-Sent Events, without media bytes; Last-Event-ID resumes
+    GET    /api/jobs/ID/media/SEQ.mp4    the media bytes of one event: the init segment or a fragment
+    GET    /api/jobs/ID/stream.mp4       the whole stream from its start, as it comes
+    GET    /api/jobs/ID/hls/index.m3u8   the stream as an HLS event playlist
+    GET    /api/jobs/ID/artifacts/NAME   an artifact; Range works
+
+Every failure is a JSON object {"error": {"reason", "message", "job_id", "violations"?, "retry_after_s"?}}. The gateway
+holds no state that matters: all of it can be lost and everybody resumes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from h3stream.errors import GenerationError, JobNotFoundError, NotReadyError
+from web.playlist import ENDED_STATES, MediaIndexes
+from web.upstream import Upstream
+from web.wire import byte_range, error_json, http_status, parse_request, server_sent_event, sse_message, to_json
+
+log = logging.getLogger("web")
+
+PLAYER = Path(__file__).with_name("player")
+MAX_BODY_BYTES = 1_048_576
+"""A request with the longest prompt is far smaller."""
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
+        "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+IMMUTABLE = "private, max-age=3600, immutable"
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(server: str, *, any_host: bool) -> ASGIApp:
+    """The application in front of the service at `server`, "HOST:PORT".
+
+    any_host: answer whatever name callers know this machine by. Otherwise only names of this machine itself are served,
+    so that no web site can reach the gateway through a name that it points at loopback.
+    """
+    gateway = Gateway()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with Upstream(server) as upstream:  # belongs to the event loop that serves
+            gateway.connect(upstream)
+            yield
+
+    job = "/api/jobs/{job_id}"
+    routes = [
+        Route("/api/info", gateway.info),
+        Route("/api/jobs", gateway.create, methods=["POST"]),
+        Route(job, gateway.job, methods=["GET"]),
+        Route(job, gateway.cancel, methods=["DELETE"]),
+        Route(f"{job}/events", gateway.events),
+        Route(f"{job}/media/{{seq:int}}.mp4", gateway.media),
+        Route(f"{job}/stream.mp4", gateway.stream),
+        Route(f"{job}/hls/index.m3u8", gateway.playlist),
+        Route(f"{job}/artifacts/{{name}}", gateway.artifact),
+        Mount("/", StaticFiles(directory=PLAYER, html=True)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={GenerationError: _on_generation_error, HTTPException: _on_http_error},
+    )
+    return Guard(app, any_host=any_host)
+
+
+class Gateway:
+    """The handlers of the API."""
+
+    _upstream: Upstream
+    _indexes: MediaIndexes
+
+    def connect(self, upstream: Upstream) -> None:
+        """Gives the client to use; no handler is called before."""
+        self._upstream = upstream
+        self._indexes = MediaIndexes(upstream)
+
+    async def info(self, request: Request) -> Response:
+        """The server's facts."""
+        return _json(await self._upstream.server_info())
+
+    async def create(self, request: Request) -> Response:
+        """Starts a job, which goes on by itself."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            # Also keeps forms of other sites out: a browser asks before it sends this type across origins.
+            raise HTTPException(415, "the body must be application/json")
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        async with self._upstream.generate(parse_request(body)) as events:
+            accepted = await anext(events)
+        return _json({"job_id": accepted.job_id}, 201)
+
+    async def job(self, request: Request) -> Response:
+        """What is known of a job."""
+        return _json(await self._upstream.job(request.path_params["job_id"]))
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancels a job; answers once it has ended."""
+        return _json(await self._upstream.cancel(request.path_params["job_id"]))
+
+    async def events(self, request: Request) -> Response:
+        """Events as they come; `ended` follows the last one, however the job ended.
+
+        A stream that closes without `ended` is to be resumed.
+        """
+        job = await self._upstream.job(request.path_params["job_id"])
+        last = request.headers.get("last-event-id") or request.query_params.get("last_event_id", "")
+        from_seq = int(last) + 1 if last.isascii() and last.isdecimal() else 0
+        if from_seq > job.num_events:
+            raise HTTPException(400, f"event {last} has not come yet; there are {job.num_events}")
+        return LiveResponse(self._event_messages(job.job_id, from_seq), media_type="text/event-stream")
+
+    async def _event_messages(self, job_id: str, from_seq: int) -> AsyncIterator[bytes]:
+        yield b"retry: 1000\n\n"
+        error: GenerationError | None = None
+        try:
+            async with aclosing(self._upstream.events(job_id, from_seq)) as events:
+                async for event in events:
+                    yield server_sent_event(event)
+        except GenerationError as ending:
+            error = ending
+        job = await self._upstream.job(job_id)
+        if job.state not in ENDED_STATES:
+            raise error or NotReadyError("the events ended before the job", job_id=job_id)
+        yield sse_message("ended", to_json({"state": job.state, "error": None if error is None else error_json(error)}))
+
+    async def media(self, request: Request) -> Response:
+        """The bytes of an init segment or a fragment, which never change."""
+        job_id, seq = request.path_params["job_id"], request.path_params["seq"]
+        job = await self._upstream.job(job_id)
+        if seq < job.num_events:
+            async with aclosing(self._upstream.events(job_id, seq)) as events:
+                async for event in events:
+                    if event.media:
+                        return Response(event.media, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
+                    break
+        raise HTTPException(404, f"job {job_id} has no media at event {seq}")
+
+    async def stream(self, request: Request) -> Response:
+        """The stream as one progressive file: the bytes so far, then the rest as it is made."""
+        job = await self._upstream.job(request.path_params["job_id"])
+        return LiveResponse(self._media(job.job_id), media_type="video/mp4")
+
+    async def _media(self, job_id: str) -> AsyncIterator[bytes]:
+        try:
+            async with aclosing(self._upstream.events(job_id)) as events:
+                async for event in events:
+                    if event.media:
+                        yield event.media
+        except GenerationError:
+            if (await self._upstream.job(job_id)).state not in ENDED_STATES:
+                raise  # the file is not whole; what a job made before it failed is all there is of it
+
+    async def playlist(self, request: Request) -> Response:
+        """The playlist as far as the job is."""
+        index = await self._indexes.get(await self._upstream.job(request.path_params["job_id"]))
+        return Response(index.playlist(), media_type="application/vnd.apple.mpegurl")
+
+    async def artifact(self, request: Request) -> Response:
+        """An artifact, or the range of it that is asked for."""
+        job = await self._upstream.job(request.path_params["job_id"])
+        name = request.path_params["name"]
+        artifact = next((artifact for artifact in job.artifacts if artifact.name == name), None)
+        if artifact is None:
+            removed = next((gone for gone in job.removed_artifacts if gone.name == name), None)
+            if removed is not None:
+                raise HTTPException(410, f"{name} was removed: {removed.message}")
+            raise HTTPException(404, f"job {job.job_id} has no artifact {name[:80]!r}")
+        tag = f'"{artifact.sha256}"'
+        headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        wanted = None
+        if request.headers.get("if-range", tag) == tag:
+            try:
+                wanted = byte_range(request.headers.get("range"), artifact.size_bytes)
+            except ValueError as error:
+                raise HTTPException(416, str(error), {"Content-Range": f"bytes */{artifact.size_bytes}"}) from None
+        start, stop = wanted or (0, artifact.size_bytes)
+        headers["Content-Length"] = str(stop - start)
+        if wanted is not None:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{artifact.size_bytes}"
+        status = 200 if wanted is None else 206
+        if request.method == "HEAD" or start == stop:
+            return Response(status_code=status, headers=headers, media_type=artifact.media_type)
+        data = self._upstream.artifact_bytes(job.job_id, name, start, stop)
+        return LiveResponse(data, status, headers, artifact.media_type)
+
+
+class LiveResponse(StreamingResponse):
+    """A body that is sent as it is made. If that fails, the connection is cut, so that nobody takes it for whole."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the head and the body."""
+        try:
+            await super().stream_response(send)
+        except GenerationError as error:
+            log.warning("a response is cut short: %s", error)
+
+
+class Guard:
+    """Refuses callers under foreign names, and puts the headers that keep a browser safe on every response."""
+
+    def __init__(self, app: ASGIApp, *, any_host: bool) -> None:
+        self._app = app
+        self._any_host = any_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name.lower() for name, _ in message["headers"]}
+                defaults = {"Cache-Control": "no-cache", **PAGE_HEADERS}
+                extra = [(name.lower().encode(), value.encode()) for name, value in defaults.items()]
+                message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in present)]
+            await send(message)
+
+        host = Request(scope).headers.get("host", "")
+        if self._any_host or _is_own_name(host):
+            await self._app(scope, receive, send_guarded)
+        else:
+            await _error(421, "WRONG_HOST", f"this gateway serves this machine alone, not {host[:80]!r}")(
+                scope, receive, send_guarded
+            )
+
+
+def _is_own_name(host: str) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+async def _on_generation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GenerationError)
+    headers = {}
+    facts = error_json(error)
+    if "retry_after_s" in facts:
+        headers["Retry-After"] = str(math.ceil(facts["retry_after_s"]))
+    return JSONResponse({"error": facts}, http_status(error), headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = JobNotFoundError.reason if error.status_code == 404 and "/jobs/" in request.url.path else "HTTP_ERROR"
+    return _error(error.status_code, reason, error.detail, dict(error.headers or {}))
+
+
+def _error(status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"reason": reason, "message": message, "job_id": ""}}, status, headers)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(to_json(value), status, {"Cache-Control": "no-store"}, media_type="application/json")

@@ -1,0 +1,138 @@
+"""JSON and HTTP forms of what the SDK speaks: requests in, events, jobs and errors out."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+from datetime import datetime
+from typing import Any
+
+from h3stream import errors
+from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
+from h3stream.events import Event, Preview
+from h3stream.request import AdapterChoice, GenerateRequest, PreviewSpec, invalid_request
+
+REQUEST_FIELDS = tuple(
+    field.name for field in dataclasses.fields(GenerateRequest) if field.name != "cancel_on_disconnect"
+)
+"""What a request may hold. The page's job outlives every connection, so it cannot ask for the opposite."""
+
+_STATUS: tuple[tuple[type[GenerationError], int], ...] = (
+    (errors.InvalidRequestError, 400),
+    (errors.JobNotFoundError, 404),
+    (errors.UnsupportedError, 409),
+    (errors.JobCancelledError, 409),
+    (errors.OverloadedError, 429),
+    (errors.NotReadyError, 503),
+    (errors.DeadlineError, 504),
+    (errors.GenerationError, 500),
+)
+
+
+def http_status(error: GenerationError) -> int:
+    """The HTTP status of an error."""
+    return next(status for cls, status in _STATUS if isinstance(error, cls))
+
+
+def error_json(error: GenerationError) -> dict[str, Any]:
+    """What a caller is told of an error."""
+    result: dict[str, Any] = {"reason": error.reason, "message": error.message, "job_id": error.job_id}
+    if isinstance(error, InvalidRequestError):
+        result["violations"] = [dataclasses.asdict(violation) for violation in error.violations]
+    if isinstance(error, OverloadedError):
+        result["retry_after_s"] = error.retry_after_s
+    return result
+
+
+def parse_request(body: bytes) -> GenerateRequest:
+    """The request that a JSON object states; names and values are those of `GenerateRequest`.
+
+    Raises InvalidRequestError, with one violation per field, also for names that do not exist.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        raise invalid_request([FieldViolation("body", "the body is no JSON; it must be a JSON object")]) from None
+    if not isinstance(fields, dict):
+        raise invalid_request([FieldViolation("body", "the body is no JSON object; it must be one")])
+    violations = [
+        FieldViolation(name[:80], f"there is no field {name[:80]!r}; fields are {', '.join(REQUEST_FIELDS)}")
+        for name in fields
+        if name not in REQUEST_FIELDS
+    ]
+    if "prompt" not in fields:
+        violations.append(FieldViolation("prompt", "prompt is missing; it must be a string"))
+    given = {name: value for name, value in fields.items() if name in REQUEST_FIELDS}
+    for name, cls in (("adapters", AdapterChoice), ("preview", PreviewSpec)):
+        try:
+            if given.get(name) is not None:
+                value = given[name]
+                given[name] = tuple(cls(**item) for item in value) if name == "adapters" else cls(**value)
+        except TypeError:
+            members = ", ".join(field.name for field in dataclasses.fields(cls))
+            shape = f"an array of objects with {members}" if name == "adapters" else f"an object with {members}"
+            violations.append(FieldViolation(name, f"{name} is {given.pop(name)!r:.80}; it must be {shape}"))
+    try:
+        request = GenerateRequest(**{"prompt": "", **given})
+    except InvalidRequestError as error:
+        raise invalid_request([*violations, *error.violations]) from None
+    if violations:
+        raise invalid_request(violations)
+    return request
+
+
+def to_json(value: Any) -> str:
+    """Dataclasses as JSON; times in ISO 8601, bytes in base64."""
+    return json.dumps(value, default=_plain, separators=(",", ":"), allow_nan=False)
+
+
+def server_sent_event(event: Event) -> bytes:
+    """An event as one message of an event stream, its number as the id. Media stay out; stills are told in base64."""
+    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    if not isinstance(event, Preview):
+        fields.pop("data", None)
+    return sse_message(_event_name(event), to_json(fields), event.seq)
+
+
+def sse_message(name: str, data: str, number: int | None = None) -> bytes:
+    """One message of an event stream; `data` is a single line."""
+    head = f"event: {name}\n" if number is None else f"id: {number}\nevent: {name}\n"
+    return f"{head}data: {data}\n\n".encode()
+
+
+def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and end of the one range that a Range header asks for; None for the whole.
+
+    Headers that are malformed or ask for several ranges count as absent (RFC 9110 §14.2).
+    Raises ValueError if nothing of the range exists.
+    """
+    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", header or "")
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if not first:
+        start, stop = max(0, size - int(last)), size
+    else:
+        start, stop = int(first), min(size, int(last) + 1) if last else size
+        if last and int(last) < start:
+            return None
+    if start >= stop:
+        raise ValueError(f"no byte of {header} exists; there are {size}")
+    return start, stop
+
+
+def _event_name(event: Event) -> str:
+    """The class in snake case, e.g. "phase_change"."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
