@@ -36,6 +36,7 @@ DISTINCT_SEEDS = 2**32
 """Seeds that make noise of their own: torch's CPU generator, a Mersenne Twister, is seeded with 32 bits."""
 KV_STORAGES = ("gpu", "cpu", "cpu_pinned")
 MODES = ("streaming", "dense")
+MIN_PREVIEW_SIDE, MAX_PREVIEW_SIDE = 16, 512
 MAX_ADAPTERS = 16
 MAX_STRENGTH = 16.0
 """Largest magnitude of an adapter's strength; a finished adapter is used at 1, a further one mostly below."""
@@ -112,6 +113,18 @@ class ClipValues(Protocol):
         """Adapters beside the streaming adapter."""
 
 
+class PreviewValues(Protocol):
+    """How stills are made; the SDK's PreviewSpec is one."""
+
+    @property
+    def max_side(self) -> int:
+        """Longer side in pixels; 0 for none."""
+
+    @property
+    def every_steps(self) -> int:
+        """Noise forwards from one to the next."""
+
+
 @dataclass(frozen=True)
 class Violation:
     """One rule that one field of a request breaks."""
@@ -143,6 +156,16 @@ def clip_violations(clip: ClipValues) -> list[Violation]:
         *_choice_violations("mode", clip.mode, MODES),
         *_adapter_violations(clip.adapters),
     ]
+
+
+def preview_violations(preview: PreviewValues) -> list[Violation]:
+    """Every rule that a request for stills breaks; empty if they can be made. A `max_side` of 0 asks for none."""
+    side = (
+        _integer_violations("preview.max_side", preview.max_side, MIN_PREVIEW_SIDE, MAX_PREVIEW_SIDE, also=" or 0")
+        if preview.max_side != 0
+        else []
+    )
+    return [*side, *_integer_violations("preview.every_steps", preview.every_steps, 1, MAX_STEPS)]
 
 
 def clip_warnings(clip: ClipValues) -> list[tuple[str, str]]:
@@ -282,12 +305,12 @@ def _shift_violations(name: str, shift: float) -> list[Violation]:
     return []
 
 
-def _integer_violations(name: str, value: int, low: int, high: int) -> list[Violation]:
+def _integer_violations(name: str, value: int, low: int, high: int, *, also: str = "") -> list[Violation]:
     if not _is_integer(value):
         return [_not_an_integer(name, value)]
     if not low <= value <= high:
         nearest = low if value < low else high
-        description = f"{name} is {value}; it must be from {low} to {high}; the nearest valid value is {nearest}"
+        description = f"{name} is {value}; it must be from {low} to {high}{also}; the nearest valid value is {nearest}"
         return [Violation(name, description, "OUT_OF_RANGE")]
     return []
 

@@ -96,6 +96,17 @@ def clip_spec_from_proto(message: types_pb2.ClipSpec) -> ClipSpec:
     return clip
 
 
+def preview_spec_to_proto(preview: PreviewSpec) -> types_pb2.PreviewSpec:
+    """The wire form of how stills are made."""
+    return _MIRROR.to_message(preview, types_pb2.PreviewSpec)
+
+
+def preview_spec_from_proto(message: types_pb2.PreviewSpec) -> PreviewSpec:
+    """How stills are made, of a message."""
+    preview: PreviewSpec = _MIRROR.from_message(message)
+    return preview
+
+
 def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     """The wire form of a request; what is None is left out."""
     message = video_pb2.GenerateRequest(
@@ -111,7 +122,7 @@ def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
         video_pb2.AdapterChoice(name=choice.name, strength=choice.strength) for choice in request.adapters
     )
     if request.preview is not None:
-        message.preview.CopyFrom(_MIRROR.to_message(request.preview, types_pb2.PreviewSpec))
+        message.preview.CopyFrom(preview_spec_to_proto(request.preview))
     message.artifacts.extend(request.artifacts)
     if request.window == "all":
         message.unlimited_window = True
@@ -147,7 +158,7 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         )
         violations += (v for choice in message.adapters for v in _unknown_fields(choice))
     if message.HasField("preview"):
-        fields["preview"] = _MIRROR.from_message(message.preview)
+        fields["preview"] = preview_spec_from_proto(message.preview)
         violations += _unknown_fields(message.preview)
     if len(message.artifacts) > MAX_ARTIFACTS:
         violations.append(too_many("artifacts", len(message.artifacts), MAX_ARTIFACTS))

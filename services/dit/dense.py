@@ -22,7 +22,7 @@ from services.dit.adaln import distinct, modulation_table
 from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.model import H3Dit, finish_forward
 from services.dit.noise import dense_noise
-from services.dit.rows import ChunkLatents
+from services.dit.rows import ChunkLatents, middle_frame
 
 
 class DenseSampler:
@@ -76,6 +76,16 @@ class DenseSampler:
         self.latents, self._next = self._next, self.latents
         self.num_done += 1
 
+    def middle_estimate(self) -> Tensor:
+        """The middle latent frame of the clip as the last forward estimates it, `[24, H, W]`.
+
+        Taken back from the latents before and after the step, which are `r x_t + (1 - r) x0`: so a step keeps nothing.
+        """
+        (sigma, _), (next_sigma, _) = self._sigmas[self.num_done - 1 : self.num_done + 1]
+        ratio = next_sigma / sigma
+        estimate: Tensor = (middle_frame(self.latents) - ratio * middle_frame(self._next)) / (1 - ratio)
+        return estimate
+
 
 class DenseSession:
     """One dense clip: sampled as a whole, then handed out chunk by chunk like a streaming one."""
@@ -91,6 +101,11 @@ class DenseSession:
     def is_sampled(self) -> bool:
         """Whether the clip is there; its chunks then need neither weights nor device."""
         return self._latents is not None
+
+    def middle_estimate(self) -> Tensor:
+        """The middle latent frame of the clip as the last forward estimates it, `[24, H, W]`; while it is sampled."""
+        assert self._sampler is not None, "the clip has been sampled"
+        return self._sampler.middle_estimate()
 
     def sample(self, on_step: Callable[[int], None], cancelled: Cancelled) -> None:
         """Samples the clip in `clip.steps` forwards; does nothing if it is there.

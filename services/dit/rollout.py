@@ -22,7 +22,7 @@ from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
 from services.dit.model import ChunkLayout, H3Dit, finish_forward
 from services.dit.noise import ClipNoise
-from services.dit.rows import ChunkLatents
+from services.dit.rows import ChunkLatents, middle_frame
 
 
 class Rollout:
@@ -74,6 +74,7 @@ class Rollout:
         self._sampled_index = -1
         self._sampled: ChunkLatents | None = None
         self._layout: ChunkLayout | None = None
+        self._estimate: ChunkLatents | None = None
 
     def prefill(self, context: Tensor, token_tags: Tensor) -> None:
         """Puts the text into the cache as entry 0.  context: `[E, text_dim]`.  token_tags: `[E]`."""
@@ -115,6 +116,11 @@ class Rollout:
         self._sampled_index, self._sampled = index, latents
         return latents
 
+    def middle_estimate(self) -> Tensor:
+        """The middle latent frame of the chunk as the last noise forward estimates it, `[24, H, W]`: a view."""
+        assert self._estimate is not None, "no noise forward has been run"
+        return middle_frame(self._estimate)
+
     def commit(self, index: int) -> None:
         """Runs the clean forward of the chunk sampled last and commits it."""
         latents = self.sampled(index)
@@ -148,6 +154,7 @@ class Rollout:
             self.num_noise_forwards += 1
             eps = self._noise.step(chunk)
             x0, x_t = transition(x_t, velocity, eps, self._sigmas[step], self._sigmas[step + 1])
+            self._estimate = x0
             finish_forward(self._device)
             on_step(step + 1)
         poll(cancelled)

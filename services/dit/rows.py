@@ -32,6 +32,11 @@ class ChunkLatents:
         )
 
 
+def middle_frame(latents: ChunkLatents) -> Tensor:
+    """The latent frame in the middle of the video, `[24, H, W]`: a view."""
+    return latents.video[0, :, latents.video.shape[2] // 2]
+
+
 def audio_rows(audio: Tensor) -> Tensor:
     """`[1, 32, 2, A]` to `[2 A, 32]`."""
     return audio[0].permute(1, 2, 0).flatten(0, 1)

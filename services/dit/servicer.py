@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from grpc import aio
 
-from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto
+from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto, preview_spec_from_proto
 from h3stream.errors import InvalidRequestError
-from h3stream.v1 import workers_pb2, workers_pb2_grpc
+from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.preview_map import PreviewMap
 from services.common.tensors import TensorAssembler, to_parts
 from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
 from services.dit.config import DitConfig
+from services.dit.preview import MEDIA_TYPE, Still
 from services.dit.worker import DitWorker
 
 
@@ -70,11 +72,17 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
                 session_id, clip, text["context"], text["token_tags"], cancelled
             )
         )
-        if stats is None:  # a dense clip has no KV cache
-            return workers_pb2.DitServiceOpenSessionResponse()
-        return workers_pb2.DitServiceOpenSessionResponse(
-            kv_storage=KV_STORAGE_TO_PROTO[stats.storage], kv_storage_fallback_reason=stats.fallback_reason
-        )
+        if header.HasField("preview"):
+            spec = preview_spec_from_proto(header.preview)
+            preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
+            reason = await self._runner.run(lambda _: self._worker.preview(session_id, spec, preview_map))
+        else:
+            reason = ""
+        response = workers_pb2.DitServiceOpenSessionResponse(preview_unavailable_reason=reason)
+        if stats is not None:  # a dense clip has no KV cache
+            response.kv_storage = KV_STORAGE_TO_PROTO[stats.storage]
+            response.kv_storage_fallback_reason = stats.fallback_reason
+        return response
 
     async def SampleChunk(
         self, request: workers_pb2.SampleChunkRequest, context: Any
@@ -83,7 +91,10 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             def on_step(step: int, num_steps: int) -> None:
                 emit(workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=num_steps)))
 
-            latents = self._worker.sample_chunk(request.session_id, request.chunk_index, on_step, cancelled)
+            def on_still(still: Still, step: int, num_steps: int) -> None:
+                emit(workers_pb2.SampleChunkResponse(preview=_preview(still, request.chunk_index, step, num_steps)))
+
+            latents = self._worker.sample_chunk(request.session_id, request.chunk_index, on_step, cancelled, on_still)
             for name, tensor in (("video", latents.video), ("audio", latents.audio)):
                 for part in to_parts(name, tensor):
                     emit(workers_pb2.SampleChunkResponse(tensor=part))
@@ -98,7 +109,10 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             def on_step(step: int, num_steps: int) -> None:
                 emit(workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=num_steps)))
 
-            self._worker.sample_dense(request.session_id, on_step, cancelled)
+            def on_still(still: Still, step: int, num_steps: int) -> None:
+                emit(workers_pb2.SampleDenseResponse(preview=_preview(still, -1, step, num_steps)))
+
+            self._worker.sample_dense(request.session_id, on_step, cancelled, on_still)
 
         async for response in self._runner.stream(verb):
             yield response
@@ -127,3 +141,15 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             num_clean_forwards=stats.num_clean_forwards,
             peak_kv_bytes=stats.kv.peak_kv_bytes if stats.kv else 0,
         )
+
+
+def _preview(still: Still, chunk_index: int, step: int, num_steps: int) -> types_pb2.Preview:
+    return types_pb2.Preview(
+        data=still.data,
+        media_type=MEDIA_TYPE,
+        width=still.width,
+        height=still.height,
+        chunk_index=chunk_index,
+        step=step,
+        num_steps=num_steps,
+    )

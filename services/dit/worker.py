@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from core.budget import memory_budget
-from core.request import STREAMING_STRENGTH, clip_violations
+from core.request import STREAMING_STRENGTH, clip_violations, preview_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
-from h3stream.request import ClipSpec
+from h3stream.request import ClipSpec, PreviewSpec
 from services.checkpoints.adapter_registry import STREAMING_NAME, read_registry
 from services.checkpoints.components import part_path
 from services.checkpoints.dit import partition_of
 from services.checkpoints.header import read_header, sampled_digest
 from services.common.ledger import ResidencyLedger
 from services.common.parts import weight_digests
+from services.common.preview_map import PreviewMap
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, poll
@@ -29,6 +30,7 @@ from services.dit.config import DitConfig
 from services.dit.dense import DenseSampler, DenseSession
 from services.dit.kv_cache import KvStats
 from services.dit.model import H3Dit
+from services.dit.preview import Still, StillMaker
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import open_transformer
@@ -73,6 +75,7 @@ class DitWorker:
             f"adapters/{header.name}": sampled_digest(read_header(header.path)) for header in registry
         }
         self._sessions: dict[str, Rollout | DenseSession] = {}
+        self._still_makers: dict[str, StillMaker] = {}
 
     @property
     def text_dim(self) -> int:
@@ -109,12 +112,35 @@ class DitWorker:
             raise InvalidRequestError(f"session {session_id!r} is open with another clip: {opened.clip}")
         return _kv_stats(opened)
 
+    def preview(self, session_id: str, spec: PreviewSpec, preview_map: PreviewMap | None) -> str:
+        """Has stills made of an open session from now on; returns why there will be none, empty if there will.
+
+        Raises InvalidRequestError for a spec that cannot be, or without a map where there are to be stills.
+        """
+        self._session(session_id)
+        refuse(preview_violations(spec))
+        if not spec.max_side:
+            self._still_makers.pop(session_id, None)
+            return ""
+        if preview_map is None:
+            raise InvalidRequestError(f"stills of {spec.max_side} pixels need a preview_map, and there is none")
+        maker = StillMaker(spec, preview_map, self._device)
+        maker.probe()
+        self._still_makers[session_id] = maker
+        return maker.unavailable_reason
+
     def sample_chunk(
-        self, session_id: str, index: int, on_step: Callable[[int, int], None], cancelled: Cancelled
+        self,
+        session_id: str,
+        index: int,
+        on_step: Callable[[int, int], None],
+        cancelled: Cancelled,
+        on_still: Callable[[Still, int, int], None] | None = None,
     ) -> ChunkLatents:
         """Samples the next chunk; its final latents, float32 on the host. Repeating the last call samples nothing.
 
-        on_step: told the forwards done and their number, after each.
+        on_step: told the forwards done and their number, after each.  on_still: given the stills that `preview` asked
+        for, with the same numbers, behind the step that each shows.
         Of a dense clip that is sampled: any chunk, without a forward.
         """
         rollout = self._session(session_id)
@@ -124,13 +150,19 @@ class DitWorker:
         if latents is None:
             self.weights.require()
             with _out_of_memory(f"sampling chunk {index}"):
-                latents = rollout.sample(index, lambda done: on_step(done, rollout.clip.steps), cancelled)
+                latents = rollout.sample(index, self._stepped(session_id, rollout, on_step, on_still), cancelled)
         return ChunkLatents(latents.video.cpu(), latents.audio.cpu())
 
-    def sample_dense(self, session_id: str, on_step: Callable[[int, int], None], cancelled: Cancelled) -> None:
+    def sample_dense(
+        self,
+        session_id: str,
+        on_step: Callable[[int, int], None],
+        cancelled: Cancelled,
+        on_still: Callable[[Still, int, int], None] | None = None,
+    ) -> None:
         """Samples the whole clip of a dense session. Repeating it samples nothing.
 
-        on_step: told the forwards done and their number, after each.
+        on_step, on_still: as in `sample_chunk`.
         """
         session = self._session(session_id)
         if not isinstance(session, DenseSession):
@@ -138,7 +170,7 @@ class DitWorker:
         if not session.is_sampled:
             self.weights.require()
             with _out_of_memory("sampling a dense clip"):
-                session.sample(lambda done: on_step(done, session.clip.steps), cancelled)
+                session.sample(self._stepped(session_id, session, on_step, on_still), cancelled)
 
     def commit_chunk(self, session_id: str, index: int, cancelled: Cancelled) -> KvStats:
         """Runs the clean forward of the chunk sampled last and commits it. Repeating the last call changes nothing."""
@@ -155,6 +187,7 @@ class DitWorker:
     def close_session(self, session_id: str) -> SessionStats | None:
         """Frees a session and returns what it did; None if there is no such session."""
         session = self._sessions.pop(session_id, None)
+        self._still_makers.pop(session_id, None)
         if session is None:
             return None
         num_clean_forwards = session.num_clean_forwards if isinstance(session, Rollout) else 0
@@ -163,6 +196,27 @@ class DitWorker:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the KV cache is worth more to the other workers than to this allocator
         return stats
+
+    def _stepped(
+        self,
+        session_id: str,
+        session: Rollout | DenseSession,
+        on_step: Callable[[int, int], None],
+        on_still: Callable[[Still, int, int], None] | None,
+    ) -> Callable[[int], None]:
+        """What a session calls after each forward: tells the step first, then shows it."""
+        maker = self._still_makers.get(session_id)
+        num_steps = session.clip.steps
+
+        def stepped(done: int) -> None:
+            on_step(done, num_steps)
+            if maker is None or on_still is None:
+                return
+            still = maker.after(done, num_steps, session.middle_estimate)
+            if still is not None:
+                on_still(still, done, num_steps)
+
+        return stepped
 
     def _start(self, clip: ClipSpec, mix: AdapterMix, context: Tensor, token_tags: Tensor) -> Rollout | DenseSession:
         if clip.mode == "dense":

@@ -128,12 +128,14 @@ class DitSessionHeader(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ...) -> None: ...
 
 class DitServiceOpenSessionResponse(_message.Message):
-    __slots__ = ("kv_storage", "kv_storage_fallback_reason")
+    __slots__ = ("kv_storage", "kv_storage_fallback_reason", "preview_unavailable_reason")
     KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
     KV_STORAGE_FALLBACK_REASON_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_UNAVAILABLE_REASON_FIELD_NUMBER: _ClassVar[int]
     kv_storage: _types_pb2.KvStorage
     kv_storage_fallback_reason: str
-    def __init__(self, kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., kv_storage_fallback_reason: _Optional[str] = ...) -> None: ...
+    preview_unavailable_reason: str
+    def __init__(self, kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., kv_storage_fallback_reason: _Optional[str] = ..., preview_unavailable_reason: _Optional[str] = ...) -> None: ...
 
 class SampleChunkRequest(_message.Message):
     __slots__ = ("session_id", "chunk_index")
@@ -258,14 +260,16 @@ class FinishRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class FinishResponse(_message.Message):
-    __slots__ = ("artifacts", "audio_health", "failures")
+    __slots__ = ("artifacts", "audio_health", "failures", "stream_failure")
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     AUDIO_HEALTH_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
     artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
     audio_health: _types_pb2.AudioHealth
     failures: _containers.RepeatedCompositeFieldContainer[ArtifactFailure]
-    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ...) -> None: ...
+    stream_failure: str
+    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ..., stream_failure: _Optional[str] = ...) -> None: ...
 
 class ArtifactFailure(_message.Message):
     __slots__ = ("name", "message")

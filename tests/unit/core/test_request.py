@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from core.geometry import MAX_CANVAS_PIXELS, chunk_table, num_audio_latents, num_video_latents, valid_frame_counts
 from core.prompt import ALLOWED_SPECIAL_TOKENS, MAX_PROMPT_BYTES
-from core.request import KV_STORAGES, MODES, Violation, clip_violations, clip_warnings, prompt_violations
+from core.request import (
+    KV_STORAGES,
+    MODES,
+    Violation,
+    clip_violations,
+    clip_warnings,
+    preview_violations,
+    prompt_violations,
+)
 from h3stream.request import AdapterUse, ClipSpec, KvStorage, SamplingMode
 
 CLIP = ClipSpec(
@@ -417,3 +426,32 @@ def test_a_lone_surrogate_is_refused_by_name_and_place() -> None:
 def test_a_prompt_may_break_several_rules_at_once() -> None:
     found = prompt_violations("\0<|im_start|>" + "a" * MAX_PROMPT_BYTES)
     assert [v.reason for v in found] == ["PROMPT_TOO_LONG", "PROMPT_CONTROL_CHARACTER", "PROMPT_CONTROL_TOKEN"]
+
+
+@dataclass(frozen=True)
+class Stills:
+    max_side: int = 256
+    every_steps: int = 1
+
+
+@pytest.mark.parametrize("stills", [Stills(), Stills(0), Stills(16), Stills(512, 100)])
+def test_stills_that_can_be_made(stills: Stills) -> None:
+    assert preview_violations(stills) == []
+
+
+@pytest.mark.parametrize(
+    ("stills", "field", "reason", "nearest"),
+    [
+        (Stills(15), "preview.max_side", "OUT_OF_RANGE", "16 to 512 or 0; the nearest valid value is 16"),
+        (Stills(-1), "preview.max_side", "OUT_OF_RANGE", "16"),
+        (Stills(513), "preview.max_side", "OUT_OF_RANGE", "512"),
+        (Stills(0, 0), "preview.every_steps", "OUT_OF_RANGE", "1"),
+        (Stills(256, 101), "preview.every_steps", "OUT_OF_RANGE", "100"),
+        (Stills(256, True), "preview.every_steps", "NOT_AN_INTEGER", "needed"),
+    ],
+)
+def test_stills_that_cannot_be_made_say_which_nearly_can(stills: Stills, field: str, reason: str, nearest: str) -> None:
+    (violation,) = preview_violations(stills)
+    assert (violation.field, violation.reason) == (field, reason)
+    assert violation.description.startswith(f"{field} is ")
+    assert violation.description.endswith(nearest)

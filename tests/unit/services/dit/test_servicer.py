@@ -13,11 +13,12 @@ import grpc
 import pytest
 import torch
 
-from h3stream.codec import clip_spec_to_proto
+from h3stream.codec import clip_spec_to_proto, preview_spec_to_proto
 from h3stream.errors import InvalidRequestError, UnsupportedError
-from h3stream.request import ClipSpec
+from h3stream.request import ClipSpec, PreviewSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.preview_map import PreviewMap
 from services.common.process import WorkerProcess
 from services.common.rpc import connect
 from services.common.tensors import TensorAssembler, to_parts
@@ -25,6 +26,7 @@ from services.dit.config import DitConfig
 
 OPEN = workers_pb2.DitServiceOpenSessionRequest
 F32 = (torch.float32,)
+MAP = PreviewMap((0.125,) * 72, (0.5,) * 3)
 
 
 class Dit:
@@ -39,9 +41,9 @@ class Dit:
         await self.shell.EnterPhase(workers_pb2.EnterPhaseRequest())
 
     async def open(
-        self, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor, session_id: str = "s"
+        self, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor, session_id: str = "s", **preview: Any
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
+        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip), **preview)
         return await self.send(
             [
                 OPEN(header=header),
@@ -265,3 +267,62 @@ async def test_a_streaming_session_is_not_sampled_as_a_whole(
     error = from_rpc_error(raised.value)
     assert isinstance(error, UnsupportedError)
     assert "sample it chunk by chunk" in error.message
+
+
+def shown(spec: PreviewSpec) -> dict[str, Any]:
+    """Fields of a session that has stills made."""
+    return {"preview": preview_spec_to_proto(spec), "preview_map": MAP.to_proto()}
+
+
+async def test_a_still_follows_each_step_that_it_shows(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    opened = await dit.open(clip, context, token_tags, **shown(PreviewSpec(32, 1)))
+    assert opened.preview_unavailable_reason == ""
+    call = dit.stub.SampleChunk(workers_pb2.SampleChunkRequest(session_id="s", chunk_index=0))
+    payloads, previews = [], []
+    async for response in call:
+        payloads.append(response.WhichOneof("payload"))
+        if response.HasField("preview"):
+            previews.append(response.preview)
+    assert payloads == ["step", "preview"] * 2 + ["tensor"] * 2
+    told = [(p.chunk_index, p.step, p.num_steps, p.width, p.height, p.media_type) for p in previews]
+    assert told == [(0, step, 2, 32, 16, "image/jpeg") for step in (1, 2)]
+
+
+async def test_stills_of_a_dense_clip_belong_to_no_chunk(
+    dit: Dit, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    await dit.open(dense_clip, context, token_tags, **shown(PreviewSpec(512, 2)))
+    call = dit.stub.SampleDense(workers_pb2.SampleDenseRequest(session_id="s"))
+    previews = [response.preview async for response in call if response.HasField("preview")]
+    assert [(p.chunk_index, p.step, p.num_steps, p.width, p.height) for p in previews] == [
+        (-1, 2, 3, 64, 32),
+        (-1, 3, 3, 64, 32),
+    ]
+
+
+async def test_stills_without_a_whole_map_are_refused(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    await dit.enter()
+    fields = shown(PreviewSpec(32, 1))
+    for preview_map, message in (
+        (None, "need a preview_map"),
+        (types_pb2.PreviewMap(weights=[1.0] * 71, bias=[0.0] * 3), "(71, 3) weights and biases"),
+        (types_pb2.PreviewMap(weights=[float("nan")] * 72, bias=[0.0] * 3), "not finite"),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            await dit.open(clip, context, token_tags, **{**fields, "preview_map": preview_map})
+        error = from_rpc_error(raised.value)
+        assert isinstance(error, InvalidRequestError)
+        assert message in error.message
+    fields = shown(PreviewSpec(513, 0))
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.open(clip, context, token_tags, **fields)
+    assert "preview.max_side" in from_rpc_error(raised.value).message
+    opened = await dit.open(clip, context, token_tags, preview=preview_spec_to_proto(PreviewSpec(0, 1)))
+    assert opened.preview_unavailable_reason == ""
+    assert len((await dit.sample(0))[0]) == 2
