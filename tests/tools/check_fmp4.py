@@ -286,6 +286,7 @@ def _audio_violations(data: bytes, movie: Movie, audio: Track, samples: int | No
         decoded = list(container.decode(audio=0))
     if decoded and decoded[0].pts != 0:
         bad.append(f"the first sound is at {float(decoded[0].pts * decoded[0].time_base):.5f} s")
+    declared = max(0, declared)  # a prefix may have none yet, or only a part of the priming
     surplus = sum(frame.samples for frame in decoded) - declared
     # The last AAC frame is padded to its full length; nothing else may be there.
     if not 0 <= surplus < AAC_FRAME_SAMPLES:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import av
 import numpy as np
 import numpy.typing as npt
+from av.codec.codec import UnknownCodecError
 from av.codec.context import Flags
 from av.video.frame import PictureType
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
@@ -88,7 +89,7 @@ class H264Encoder:
             self._context = context
             self.decoder_configuration = decoder_configuration(bytes(context.extradata or b""))
         except (av.FFmpegError, ValueError) as error:
-            raise MuxError(f"the encoder {name} cannot be opened for {width}x{height}: {error}") from error
+            raise MuxError(f"the encoder {name} cannot be opened for {width}x{height}: {_cause(error)}") from error
 
     def encode(self, rgb: npt.NDArray[np.uint8]) -> Packet:
         """The packet of the next frame, `[height, width, 3]`.
@@ -120,7 +121,7 @@ class H264Encoder:
         try:
             packets = self._context.encode(picture)
         except av.FFmpegError as error:
-            raise MuxError(f"{self.name} failed at frame {self._num_frames}: {error}") from error
+            raise MuxError(f"{self.name} failed at frame {self._num_frames}: {_cause(error)}") from error
         if len(packets) != 1 or packets[0].pts != picture.pts:
             raise MuxError(f"{self.name} did not give frame {self._num_frames} at once")
         self._num_frames += 1
@@ -232,7 +233,7 @@ def _open_aac() -> Any:
         context.flags |= Flags.global_header
         context.open()
     except (av.FFmpegError, ValueError) as error:
-        raise MuxError(f"the encoder {AAC_ENCODER} cannot be opened: {error}") from error
+        raise MuxError(f"the encoder {AAC_ENCODER} cannot be opened: {_cause(error)}") from error
     return context
 
 
@@ -245,8 +246,15 @@ def _encode_aac(context: Any, samples: npt.NDArray[np.float32] | None = None, fi
     try:
         return cast("list[Any]", context.encode(frame))
     except av.FFmpegError as error:
-        raise MuxError(f"{AAC_ENCODER} failed: {error}") from error
+        raise MuxError(f"{AAC_ENCODER} failed: {_cause(error)}") from error
 
 
 def _as_packet(packet: Any) -> Packet:
     return Packet(data=bytes(packet), duration=packet.duration, is_sync=True)
+
+
+def _cause(error: av.FFmpegError | ValueError) -> str:
+    """What is wrong, without the call and the options in which it went wrong."""
+    if isinstance(error, UnknownCodecError):
+        return "this build of FFmpeg does not have it"
+    return (error.strerror if isinstance(error, av.FFmpegError) else None) or str(error)

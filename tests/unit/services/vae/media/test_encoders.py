@@ -149,7 +149,10 @@ def test_a_candidate_that_cannot_be_opened_is_passed_over_and_the_log_says_why(
     with caplog.at_level("INFO"):
         assert open_h264_encoder(64, 64, BIT_RATE).name == "libx264"
     (message,) = caplog.messages
-    assert message.startswith("pictures of 64x64 are encoded by libx264: the encoder no_such_codec cannot be opened")
+    assert message == (
+        "pictures of 64x64 are encoded by libx264: the encoder no_such_codec cannot be opened for 64x64: "
+        "this build of FFmpeg does not have it"
+    )
 
 
 @pytest.mark.parametrize("name", encoders.H264_ENCODERS)
