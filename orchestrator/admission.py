@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from core.artifacts import DEFAULT_ARTIFACTS, artifact_violations
 from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
@@ -89,6 +90,7 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
             *clip_violations(clip),
             *(_dense_violations(request) if is_dense else ()),
             *_registry_violations(request.adapters, registry, is_dense),
+            *artifact_violations(request.artifacts),
         ]
     )
     if is_dense:
@@ -103,9 +105,13 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
 
 
 def make_plan(
-    clip: ClipSpec, model: ModelInfo, adapters: Sequence[AdapterFacts], video_bits_per_second: int
+    clip: ClipSpec,
+    model: ModelInfo,
+    adapters: Sequence[AdapterFacts],
+    video_bits_per_second: int,
+    artifacts: Sequence[str] = (),
 ) -> video_pb2.Plan:
-    """What a checked clip makes, in full.  adapters: the registry."""
+    """What a checked clip makes, in full.  adapters: the registry.  artifacts: those asked for; empty: the default."""
     chunks = chunk_table(clip.num_frames)
     is_dense = clip.mode == "dense"
     warnings = [*clip_warnings(clip), *_schedule_warnings(clip, adapters)]
@@ -130,6 +136,7 @@ def make_plan(
         num_clean_forwards=0 if is_dense else len(chunks) - 1,
         expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AAC_BIT_RATE),
         warnings=[video_pb2.Warning(reason=reason, message=message) for reason, message in warnings],
+        artifacts=artifacts or DEFAULT_ARTIFACTS,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from typing import Any
 
+from core.artifacts import ARTIFACTS, DEFAULT_ARTIFACTS
 from core.geometry import MAX_CANVAS_PIXELS, valid_frame_counts
 from core.prompt import MAX_PROMPT_BYTES
 from h3stream.channel import MAX_MESSAGE_BYTES
@@ -106,6 +107,8 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
             settings=self._settings.public(),
             parts=[part for worker in workers for part in worker.parts],
             adapters=self._adapter_infos(),
+            artifacts=ARTIFACTS,
+            default_artifacts=DEFAULT_ARTIFACTS,
         )
 
     def _adapter_infos(self) -> list[types_pb2.AdapterInfo]:
@@ -116,7 +119,8 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
         clip = resolve(request, self._model, self._adapters)
-        return request.prompt, clip, make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate)
+        plan = make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate, request.artifacts)
+        return request.prompt, clip, plan
 
 
 def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[video_pb2.Event]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from core.geometry import num_samples
 from core.phases import HOLDER, Phase
-from h3stream.v1 import types_pb2, video_pb2
+from h3stream.v1 import types_pb2, video_pb2, workers_pb2
 from orchestrator.job import Job
 from orchestrator.lane import Lane
 from orchestrator.worker_clients import StepDone, TensorParts
@@ -33,24 +33,25 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     opened = await lane.dit.open_session(job.job_id, job.clip, embedding)
     if opened.kv_storage_fallback_reason:
         job.emit(video_pb2.Warning(reason="KV_STORAGE_FALLBACK", message=opened.kv_storage_fallback_reason))
-    await lane.vae.open_session(job.job_id, job.clip, str(job.directory))
+    await lane.vae.open_session(job.job_id, job.clip, str(job.directory), job.plan.artifacts)
 
     if job.clip.mode == "dense":
         await _make_at_once(job, lane, output)
     else:
         await _make_chunk_by_chunk(job, lane, output)
 
-    job.emit(
-        video_pb2.StreamComplete(
-            num_fragments=output.num_fragments,
-            num_bytes=output.num_bytes,
-            num_frames=job.num_frames_emitted,
-            num_samples=num_samples(job.clip.num_frames),
+    if job.num_frames_emitted == job.clip.num_frames:
+        job.emit(
+            video_pb2.StreamComplete(
+                num_fragments=output.num_fragments,
+                num_bytes=output.num_bytes,
+                num_frames=job.num_frames_emitted,
+                num_samples=num_samples(job.clip.num_frames),
+            )
         )
-    )
     await _enter(job, lane, Phase.FINISH)
     finished = await lane.vae.finish(job.job_id)
-    for warning in audio_warnings(finished.audio_health):
+    for warning in [*delivery_warnings(finished), *audio_warnings(finished.audio_health)]:
         job.emit(warning)
     for artifact in finished.artifacts:
         artifact.relative_path = f"jobs/{job.job_id}/{artifact.relative_path}"
@@ -158,6 +159,18 @@ async def _enter(job: Job, lane: Lane, phase: Phase, chunk_index: int = -1) -> N
     """Announces a phase and gives the device to the worker that it needs."""
     job.enter(phase, chunk_index)
     await lane.device.grant(HOLDER[phase])
+
+
+def delivery_warnings(finished: workers_pb2.FinishResponse) -> list[video_pb2.Warning]:
+    """What of a clip that has been made could not be encoded or written."""
+    warnings = []
+    if finished.stream_failure:
+        message = f"the media stream ended early; the clip itself is complete: {finished.stream_failure}"
+        warnings.append(video_pb2.Warning(reason="STREAM_FAILED", message=message))
+    for failure in finished.failures:
+        message = f"artifact {failure.name} was given up: {failure.message}"
+        warnings.append(video_pb2.Warning(reason="ARTIFACT_FAILED", message=message))
+    return warnings
 
 
 def audio_warnings(health: types_pb2.AudioHealth) -> list[video_pb2.Warning]:

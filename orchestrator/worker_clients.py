@@ -5,7 +5,7 @@ Tensors pass through as the parts they arrive in: the orchestrator never looks i
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -166,10 +166,15 @@ class VaeClient(WorkerClient):
         super().__init__(Worker.VAE, address)
         self._stub: Any = workers_pb2_grpc.VaeServiceStub(self._channel)
 
-    async def open_session(self, session_id: str, clip: ClipSpec, artifact_directory: str) -> None:
-        """Starts a clip."""
+    async def open_session(
+        self, session_id: str, clip: ClipSpec, artifact_directory: str, artifacts: Sequence[str]
+    ) -> None:
+        """Starts a clip.  artifacts: names of those to write in the directory."""
         request = workers_pb2.VaeServiceOpenSessionRequest(
-            session_id=session_id, clip=clip_spec_to_proto(clip), artifact_directory=artifact_directory
+            session_id=session_id,
+            clip=clip_spec_to_proto(clip),
+            artifact_directory=artifact_directory,
+            artifacts=artifacts,
         )
         with self._errors():
             await self._stub.OpenSession(request)

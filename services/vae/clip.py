@@ -6,8 +6,7 @@ are allowed is left to `worker.py`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,34 +14,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.budget import AAC_BIT_RATE
+from core.artifacts import FINAL, FRAMES, LATENTS, SOUND, STREAM
 from core.clock import decoded_frames, muxable_frames
-from core.geometry import Chunk, num_audio_latents, num_samples
-from h3stream.errors import DeviceMemoryError
+from core.geometry import Chunk, num_audio_latents
+from h3stream.errors import DeviceMemoryError, MuxError
 from h3stream.request import ClipSpec
-from services.common.verbs import Cancelled, VerbCancelled
-from services.vae.artifacts import ArtifactFile, FinalFile
+from services.common.verbs import Cancelled, poll
+from services.vae.artifacts.artifact_set import ArtifactFailure, ArtifactSet, Maker
+from services.vae.artifacts.base import Artifact, ArtifactFile
+from services.vae.artifacts.final_file import FinalFile
+from services.vae.artifacts.latents_file import LatentsFile
+from services.vae.artifacts.lossless import FramesFile, SoundFile
+from services.vae.artifacts.stream_file import StreamFile
 from services.vae.audio_stream import AudioStream
-from services.vae.media.boxes import AudioTrack, VideoTrack
-from services.vae.media.encoders import AacEncoder, open_h264_encoder
-from services.vae.media.muxer import FragmentMuxer, MediaFragment, mime_type
-from services.vae.output import to_pcm, to_rgb8
+from services.vae.media.muxer import MediaFragment
+from services.vae.media_lane import MediaLane
+from services.vae.output import to_array, to_pcm, to_rgb8
 from services.vae.video_stream import VideoStream
 from services.vae.weights import VaeModels
-
-
-@dataclass(frozen=True)
-class StreamStart:
-    """The init segment and what a player is told with it."""
-
-    data: bytes
-    """`ftyp` and `moov`."""
-    mime_type: str
-    """With the codecs string."""
-    video_encoder: str
-    """Name of the H.264 encoder in use."""
-    audio_encoder: str
-    """Name of the AAC encoder in use."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,10 @@ class SoundReport:
 
 
 class ClipDecoder:
-    """The VAE side of one clip."""
+    """The VAE side of one clip.
+
+    What fails in the media stream or in an artifact ends that alone: decoding and the other artifacts go on.
+    """
 
     def __init__(
         self,
@@ -70,37 +62,37 @@ class ClipDecoder:
         device: torch.device,
         clip: ClipSpec,
         artifact_directory: Path | None,
+        artifacts: Collection[str],
         *,
         video_bit_rate: int,
         video_encoder: str | None,
     ) -> None:
-        """Opens the encoders and, if there is a directory, the artifacts. Raises MuxError or PhaseError."""
+        """Opens the encoders and, if there is a directory, the artifacts of these names."""
         self._clip = clip
         self._video = VideoStream(models.video, models.video_statistics, device)
         self._audio = AudioStream(models.audio, models.audio_statistics, device, num_audio_latents(clip.num_frames))
-        self._h264 = open_h264_encoder(clip.width, clip.height, video_bit_rate, video_encoder)
-        self._aac = AacEncoder()
         self._num_samples = 0
-        self._video_track = VideoTrack(
-            width=clip.width,
-            height=clip.height,
-            decoder_configuration=self._h264.decoder_configuration,
-            num_frames=clip.num_frames,
+        self.stream_failure = ""
+        """Why the media stream ended before the clip; empty while it has not."""
+        makers: dict[str, Maker] = {
+            FRAMES: lambda directory: FramesFile(directory, clip.width, clip.height),
+            SOUND: SoundFile,
+            LATENTS: lambda directory: LatentsFile(directory, clip),
+        }
+        self._lane: MediaLane | None = None
+        try:
+            self._lane = lane = MediaLane(clip, video_bit_rate, video_encoder)
+            makers |= {STREAM: StreamFile, FINAL: lambda directory: FinalFile(directory, lane.video_track)}
+        except MuxError as error:
+            self.stream_failure = error.message
+            makers |= dict.fromkeys((STREAM, FINAL), _without_stream(error.message))
+        self.start = None if self._lane is None else self._lane.start
+        """The start of the stream; None if there is no stream."""
+        self._artifacts = ArtifactSet(
+            artifact_directory, {name: make for name, make in makers.items() if name in artifacts}
         )
-        audio_track = AudioTrack(
-            decoder_configuration=self._aac.decoder_configuration,
-            bit_rate=AAC_BIT_RATE,
-            priming_samples=self._aac.priming_samples,
-            num_samples=num_samples(clip.num_frames),
-        )
-        self._muxer = FragmentMuxer(self._video_track, audio_track)
-        self.start = StreamStart(
-            data=self._muxer.init_segment(),
-            mime_type=mime_type(self._video_track, audio_track),
-            video_encoder=self._h264.name,
-            audio_encoder=self._aac.name,
-        )
-        self._final_file = FinalFile(artifact_directory) if artifact_directory is not None else None
+        if self.start is not None:
+            self._artifacts.add_media(self.start.data)
 
     def decode(
         self,
@@ -113,31 +105,35 @@ class ClipDecoder:
         """Decodes the next chunk and emits every fragment that has become final; the tail chunk completes the stream.
 
         video: `[1, 24, t, H, W]` float32.  audio: `[1, 32, 2, a]` float32.
-        Raises DeviceMemoryError, MuxError, PhaseError, and VerbCancelled within one decode of the caller's leaving.
+        Raises DeviceMemoryError, PhaseError, and VerbCancelled within one decode of the caller's leaving.
         """
         try:
             pictures = [to_rgb8(frames) for frames in self._video.push(video)]
             if chunk.is_tail:
                 pictures.append(to_rgb8(self._video.flush()))
-            _poll(cancelled)
+            poll(cancelled)
             pcm = to_pcm(self._audio.push(audio))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise DeviceMemoryError(
                 f"chunk {chunk.index} of a {self._clip.width}x{self._clip.height} clip does not fit in memory: {error}"
             ) from error
-        self._encode_sound(pcm, is_last=chunk.is_tail)
-        for frame in itertools.chain.from_iterable(pictures):
-            _poll(cancelled)
-            self._encode_picture(frame)
-        frames = muxable_frames(decoded_frames(chunk), self._num_samples, is_final=chunk.is_tail)
-        for made in self._muxer.take(frames, is_final=chunk.is_tail):
-            emit(made)
+        self._num_samples += pcm.shape[1]
+        self._stream(chunk, pictures, pcm, emit, cancelled)
+        # What nobody is waiting for comes after what somebody is.
+        self._artifacts.add_latents(to_array(video), to_array(audio))
+        self._artifacts.add_sound(pcm)
+        for frame in _each_frame(pictures):
+            poll(cancelled)
+            self._artifacts.add_picture(frame)
 
     def finish(self) -> list[ArtifactFile]:
-        """Completes the artifacts of a clip whose chunks have all been decoded."""
-        if self._final_file is None:
-            return []
-        return [self._final_file.finish(self._video_track, self._num_samples, self._audio.statistics.divisor)]
+        """Completes the artifacts of a clip whose chunks have all been decoded; returns those that are whole."""
+        return self._artifacts.finish(self._audio.statistics.divisor)
+
+    @property
+    def failures(self) -> list[ArtifactFailure]:
+        """Artifacts that were given up."""
+        return self._artifacts.failures
 
     def sound_report(self) -> SoundReport:
         """What was measured on the soundtrack."""
@@ -152,25 +148,50 @@ class ClipDecoder:
 
     def close(self) -> None:
         """Removes artifacts that are not complete."""
-        if self._final_file is not None:
-            self._final_file.discard()
+        self._artifacts.discard()
 
-    def _encode_sound(self, pcm: npt.NDArray[np.float32], *, is_last: bool) -> None:
-        packets = self._aac.encode(pcm)
-        if is_last:
-            packets += self._aac.flush()
-        self._muxer.add([], packets)
-        self._num_samples += pcm.shape[1]
-        if self._final_file is not None:
-            self._final_file.add_sound(pcm)
+    def _stream(
+        self,
+        chunk: Chunk,
+        pictures: Sequence[npt.NDArray[np.uint8]],
+        pcm: npt.NDArray[np.float32],
+        emit: Callable[[MediaFragment], None],
+        cancelled: Cancelled,
+    ) -> None:
+        """Encodes what was decoded and emits what can be played; ends the stream if an encoder fails."""
+        if self._lane is None:
+            return
+        try:
+            self._lane.add_sound(pcm, is_last=chunk.is_tail)
+            for frame in _each_frame(pictures):
+                poll(cancelled)
+                self._artifacts.add_packet(self._lane.add_picture(frame))
+            num_frames = muxable_frames(decoded_frames(chunk), self._num_samples, is_final=chunk.is_tail)
+            made = self._lane.take(num_frames, is_final=chunk.is_tail)
+        except MuxError as error:
+            self._lane = None
+            self.stream_failure = error.message
+            for name in (STREAM, FINAL):
+                self._artifacts.give_up(name, _no_stream(error.message))
+            return
+        for fragment in made:
+            emit(fragment)
+            self._artifacts.add_media(fragment.data)
 
-    def _encode_picture(self, rgb: npt.NDArray[np.uint8]) -> None:
-        packet = self._h264.encode(rgb)
-        self._muxer.add([packet], [])
-        if self._final_file is not None:
-            self._final_file.add_picture(packet)
+
+def _no_stream(reason: str) -> str:
+    return f"there is no whole stream to make it of: {reason}"
 
 
-def _poll(cancelled: Cancelled) -> None:
-    if cancelled():
-        raise VerbCancelled
+def _without_stream(reason: str) -> Maker:
+    """Starts nothing: an artifact of a stream that there is not."""
+
+    def refuse(directory: Path) -> Artifact:
+        raise MuxError(_no_stream(reason))
+
+    return refuse
+
+
+def _each_frame(pictures: Sequence[npt.NDArray[np.uint8]]) -> Iterator[npt.NDArray[np.uint8]]:
+    for frames in pictures:
+        yield from frames

@@ -19,3 +19,8 @@ def to_rgb8(frames: torch.Tensor) -> npt.NDArray[np.uint8]:
 def to_pcm(waveform: torch.Tensor) -> npt.NDArray[np.float32]:
     """A waveform `[2, S]` as float32 in numpy."""
     return waveform.float().cpu().numpy()
+
+
+def to_array(latents: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Latents as float32 in numpy."""
+    return latents.float().cpu().numpy()

@@ -15,9 +15,9 @@ from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler
 from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
-from services.vae.clip import StreamStart
 from services.vae.config import VaeConfig
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
+from services.vae.media_lane import StreamStart
 from services.vae.worker import Media, VaeWorker
 
 SERVICE_NAME = "h3stream.v1.VaeService"
@@ -36,7 +36,8 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
     ) -> workers_pb2.VaeServiceOpenSessionResponse:
         clip = clip_spec_from_proto(request.clip)
         directory = Path(request.artifact_directory) if request.artifact_directory else None
-        await self._runner.run(lambda _: self._worker.open_session(request.session_id, clip, directory))
+        names = tuple(request.artifacts)
+        await self._runner.run(lambda _: self._worker.open_session(request.session_id, clip, directory, names))
         return workers_pb2.VaeServiceOpenSessionResponse()
 
     async def DecodeChunk(
@@ -79,6 +80,8 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
         return workers_pb2.FinishResponse(
             artifacts=[types_pb2.Artifact(**asdict(file), relative_path=file.name) for file in finished.artifacts],
             audio_health=types_pb2.AudioHealth(**asdict(finished.sound)),
+            failures=[workers_pb2.ArtifactFailure(**asdict(failure)) for failure in finished.failures],
+            stream_failure=finished.stream_failure,
         )
 
     async def CloseSession(

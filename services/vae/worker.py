@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from core.artifacts import WORKER_ARTIFACTS
 from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
@@ -23,10 +24,12 @@ from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, VerbCancelled
-from services.vae.artifacts import ArtifactFile
-from services.vae.clip import ClipDecoder, SoundReport, StreamStart
+from services.vae.artifacts.artifact_set import ArtifactFailure
+from services.vae.artifacts.base import ArtifactFile
+from services.vae.clip import ClipDecoder, SoundReport
 from services.vae.config import VaeConfig
 from services.vae.media.muxer import MediaFragment
+from services.vae.media_lane import StreamStart
 from services.vae.weights import load_models
 
 
@@ -50,6 +53,10 @@ class FinishedClip:
 
     artifacts: list[ArtifactFile]
     """Complete files, in the session's artifact directory."""
+    failures: list[ArtifactFailure]
+    """Artifacts that could not be written."""
+    stream_failure: str
+    """Why the media stream ended before the clip; empty: it is whole."""
     sound: SoundReport
     """Measurements of the soundtrack."""
 
@@ -62,6 +69,8 @@ class VaeSession:
     """What is made."""
     artifact_directory: Path | None
     """Where artifacts go; None: none are written."""
+    artifacts: frozenset[str]
+    """Names of the artifacts to write."""
     decoder: ClipDecoder
     """Its decoders, encoders and muxer."""
     chunks: tuple[Chunk, ...]
@@ -101,16 +110,24 @@ class VaeWorker:
         """Open sessions."""
         return list(self._sessions)
 
-    def open_session(self, session_id: str, clip: ClipSpec, artifact_directory: Path | None) -> None:
-        """Starts a clip; needs no phase. Opening it again with the same clip and directory changes nothing.
+    def open_session(
+        self,
+        session_id: str,
+        clip: ClipSpec,
+        artifact_directory: Path | None,
+        artifacts: Collection[str] = tuple(WORKER_ARTIFACTS),
+    ) -> None:
+        """Starts a clip; needs no phase. Opening it again with the same arguments changes nothing.
 
-        Raises InvalidRequestError for a clip that cannot be or a session that is open with another one, MuxError if no
-        encoder works, PhaseError if artifacts cannot be written.
+        artifacts: names of those to write; others than the worker's own are passed over.
+        Raises InvalidRequestError for a clip that cannot be or a session that is open with another one. Encoders and
+        artifacts that cannot be opened are told by `finish`.
         """
         session = self._sessions.get(session_id)
         if session is not None:
-            if (session.clip, session.artifact_directory) != (clip, artifact_directory):
-                raise InvalidRequestError(f"session {session_id!r} is open with another clip or directory")
+            asked = clip, artifact_directory, frozenset(artifacts)
+            if (session.clip, session.artifact_directory, session.artifacts) != asked:
+                raise InvalidRequestError(f"session {session_id!r} is open with another clip, directory or artifacts")
             return
         if not session_id:
             raise InvalidRequestError("session_id is empty")
@@ -120,10 +137,13 @@ class VaeWorker:
             self.weights.device,
             clip,
             artifact_directory,
+            artifacts,
             video_bit_rate=self._config.video_bit_rate,
             video_encoder=self._config.video_encoder,
         )
-        self._sessions[session_id] = VaeSession(clip, artifact_directory, decoder, chunk_table(clip.num_frames))
+        self._sessions[session_id] = VaeSession(
+            clip, artifact_directory, frozenset(artifacts), decoder, chunk_table(clip.num_frames)
+        )
 
     def latent_shapes(self, session_id: str, chunk_index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a chunk's video `[1, 24, t, H, W]` and audio `[1, 32, 2, a]` latents.
@@ -183,7 +203,7 @@ class VaeWorker:
             emit(media)
 
         session.is_broken = True  # until the chunk is through
-        if chunk_index == 0:
+        if chunk_index == 0 and session.decoder.start is not None:
             answer_with(session.decoder.start)
         session.decoder.decode(
             session.chunks[chunk_index],
@@ -199,7 +219,7 @@ class VaeWorker:
     def finish(self, session_id: str) -> FinishedClip:
         """Completes the artifacts; needs no phase. Finishing again gives the same answer.
 
-        Raises UnsupportedError before every chunk has been decoded, MuxError or PhaseError if artifacts fail.
+        Raises UnsupportedError before every chunk has been decoded.
         """
         session = self._session(session_id)
         if session.finished is None:
@@ -207,7 +227,9 @@ class VaeWorker:
                 raise UnsupportedError(
                     f"session {session_id!r} has decoded {session.num_decoded} of {len(session.chunks)} chunks"
                 )
-            session.finished = FinishedClip(session.decoder.finish(), session.decoder.sound_report())
+            decoder = session.decoder
+            artifacts = decoder.finish()
+            session.finished = FinishedClip(artifacts, decoder.failures, decoder.stream_failure, decoder.sound_report())
         return session.finished
 
     def close_session(self, session_id: str) -> bool:

@@ -6,13 +6,15 @@ Each can be told to fail or to wait at a named point, so that tests decide what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from core.artifacts import WORKER_ARTIFACTS
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import num_samples
 from core.phases import Worker
@@ -47,6 +49,12 @@ class Script:
     """Points that raise, once each."""
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     """Points that wait for their event."""
+    full: tuple[str, ...] = ()
+    """Artifacts that cannot be written."""
+    stream_end: int | None = None
+    """Frame beyond which no fragment is made."""
+    stream_failure: str = ""
+    """Why."""
     calls: list[str] = field(default_factory=list)
     """Points passed, in order."""
 
@@ -147,9 +155,12 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
     def __init__(self, worker: FakeWorker, script: Script) -> None:
         self.worker, self.script = worker, script
         self.clips: dict[str, object] = {}
+        self.orders: dict[str, tuple[Path, Sequence[str]]] = {}
+        """Where artifacts go, and which."""
 
     async def OpenSession(self, request, context):
         self.clips[request.session_id] = clip_spec_from_proto(request.clip)
+        self.orders[request.session_id] = Path(request.artifact_directory), request.artifacts
         self.worker.sessions.add(request.session_id)
         return workers_pb2.VaeServiceOpenSessionResponse()
 
@@ -161,7 +172,7 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         clip = self.clips[header.session_id]
         emitted = (0, *emission_table(clip.num_frames))
         first, stop = emitted[header.chunk_index], emitted[header.chunk_index + 1]
-        if stop == first:
+        if stop == first or (self.script.stream_end is not None and stop > self.script.stream_end):
             return
         if first == 0:
             yield workers_pb2.DecodeChunkResponse(
@@ -184,14 +195,35 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
 
     async def Finish(self, request, context):
         await self.script.reach("finish")
+        directory, names = self.orders[request.session_id]
         return workers_pb2.FinishResponse(
-            audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1)
+            artifacts=[
+                write_artifact(directory, name)
+                for name in names
+                if name in WORKER_ARTIFACTS and name not in self.script.full
+            ],
+            audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1),
+            failures=[workers_pb2.ArtifactFailure(name=name, message="the disk is full") for name in self.script.full],
+            stream_failure=self.script.stream_failure,
         )
 
     async def CloseSession(self, request, context):
         was_open = request.session_id in self.worker.sessions
         self.worker.sessions.discard(request.session_id)
         return workers_pb2.VaeServiceCloseSessionResponse(was_open=was_open)
+
+
+def write_artifact(directory: Path, name: str) -> types_pb2.Artifact:
+    """Writes a file of some hundred kilobytes, always the same for its name."""
+    data = name.encode() * 40_000
+    (directory / name).write_bytes(data)
+    return types_pb2.Artifact(
+        name=name,
+        relative_path=name,
+        media_type=WORKER_ARTIFACTS[name],
+        size_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
 
 
 _REGISTER = {

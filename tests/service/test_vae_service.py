@@ -52,7 +52,7 @@ def requests(chunk_index: int, session_id: str = "s") -> Iterator[workers_pb2.De
 async def open_session(vae: workers_pb2_grpc.VaeServiceAsyncStub, directory: str = "") -> None:
     await vae.OpenSession(
         workers_pb2.VaeServiceOpenSessionRequest(
-            session_id="s", clip=clip_spec_to_proto(CLIP), artifact_directory=directory
+            session_id="s", clip=clip_spec_to_proto(CLIP), artifact_directory=directory, artifacts=["final.mp4"]
         )
     )
 
@@ -85,6 +85,7 @@ async def test_a_clip_goes_through_the_service(channel: aio.Channel, tmp_path: P
     (artifact,) = finished.artifacts
     assert (artifact.name, artifact.relative_path, artifact.media_type) == ("final.mp4", "final.mp4", "video/mp4")
     assert artifact.size_bytes == (tmp_path / "artifacts" / artifact.relative_path).stat().st_size
+    assert (list(finished.failures), finished.stream_failure) == ([], "")
     assert 0 < finished.audio_health.std < finished.audio_health.peak <= 1
     assert finished.audio_health.normalisation_divisor >= 1
     assert (await vae.CloseSession(workers_pb2.VaeServiceCloseSessionRequest(session_id="s"))).was_open

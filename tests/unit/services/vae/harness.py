@@ -16,11 +16,11 @@ from core.budget import AAC_BIT_RATE
 from core.clock import emission_table, final_audio_latents
 from core.geometry import SAMPLES_PER_AUDIO_LATENT, chunk_table, num_audio_latents, num_samples
 from h3stream.request import ClipSpec
-from services.vae.artifacts import FinalFile
-from services.vae.clip import StreamStart
+from services.vae.artifacts.final_file import FinalFile
 from services.vae.media.boxes import AudioTrack, VideoTrack
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, mime_type
+from services.vae.media_lane import StreamStart
 from services.vae.worker import ChunkFragment, Media, VaeWorker
 
 
@@ -112,7 +112,7 @@ def mux_clip(
     pictures, sound = open_h264_encoder(width, height, 6_000_000), AacEncoder()
     video = VideoTrack(width, height, pictures.decoder_configuration, num_frames)
     audio = AudioTrack(sound.decoder_configuration, AAC_BIT_RATE, sound.priming_samples, samples)
-    muxer, final = FragmentMuxer(video, audio), FinalFile(directory)
+    muxer, final = FragmentMuxer(video, audio), FinalFile(directory, video)
     fragments = []
     frame, sample = 0, 0
     for chunk, stop_frame in zip(chunk_table(num_frames), emission_table(num_frames), strict=True):
@@ -121,10 +121,10 @@ def mux_clip(
         muxer.add(packets, [*sound.encode(pcm[:, sample:stop]), *(sound.flush() if chunk.is_tail else ())])
         final.add_sound(pcm[:, sample:stop])
         for packet in packets:
-            final.add_picture(packet)
+            final.add_packet(packet)
         fragments += [made.data for made in muxer.take(stop_frame, is_final=chunk.is_tail)]
         frame, sample = stop_frame, stop
-    name = final.finish(video, samples, divisor=1.0).name
+    name = final.finish(divisor=1.0).name
     return MuxedClip(muxer.init_segment(), mime_type(video, audio), fragments, (directory / name).read_bytes())
 
 

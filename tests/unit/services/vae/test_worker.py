@@ -4,13 +4,18 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from core.artifacts import WORKER_ARTIFACTS
 from h3stream.errors import ConfigError, DeviceMemoryError, InvalidRequestError, MuxError, PhaseError, UnsupportedError
 from services.common.ledger import read_ledger
 from services.common.verbs import VerbCancelled
 from services.vae.config import VaeConfig
+from services.vae.media.boxes import Packet
+from services.vae.media.encoders import H264Encoder
 from services.vae.worker import VaeWorker
 from tests.unit.services.vae.harness import Recorder, latents, make_clip, run_clip
 from tests.vae_layouts import lend_config, write_vae
@@ -206,7 +211,8 @@ def test_finishing_needs_every_chunk_and_repeats_its_answer(worker: VaeWorker, t
     worker.weights.leave()  # finishing needs no phase
     finished = worker.finish("s")
     assert worker.finish("s") == finished
-    assert [file.name for file in finished.artifacts] == ["final.mp4"]
+    assert {file.name for file in finished.artifacts} == WORKER_ARTIFACTS.keys()
+    assert (finished.failures, finished.stream_failure) == ([], "")
 
 
 def test_the_sound_report_is_that_of_the_whole_waveform(worker: VaeWorker) -> None:
@@ -237,7 +243,9 @@ def test_closing_removes_what_is_not_complete(worker: VaeWorker, tmp_path: Path)
     assert worker.close_session("unfinished")
     assert worker.close_session("finished")
     assert not worker.close_session("finished")
-    assert [path.name for path in tmp_path.glob("*/*")] == ["final.mp4"]
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")} == {
+        f"b/{name}" for name in WORKER_ARTIFACTS
+    }
     with pytest.raises(UnsupportedError, match="session 'finished' is not open"):
         worker.finish("finished")
 
@@ -252,11 +260,63 @@ def test_phases_are_recorded_in_the_ledger(model_directory: Path, tmp_path: Path
     ]
 
 
-def test_a_pinned_encoder_that_is_unknown_fails_the_session(model_directory: Path) -> None:
+def test_only_the_artifacts_that_are_named_are_written(worker: VaeWorker, tmp_path: Path) -> None:
+    names = ("audio.flac", "provenance.json")  # the other is none of the worker's
+    worker.open_session("s", CLIP, tmp_path, names)
+    for chunk_index in (0, 1):
+        decode(worker, "s", chunk_index)
+    assert [file.name for file in worker.finish("s").artifacts] == ["audio.flac"]
+    assert [path.name for path in tmp_path.iterdir()] == ["audio.flac"]
+
+
+def test_without_an_encoder_there_is_no_stream_and_all_that_is_lossless(model_directory: Path, tmp_path: Path) -> None:
     worker = VaeWorker(VaeConfig(model_directory, device="cpu", video_encoder="none"))
-    with pytest.raises(MuxError, match=r"the H.264 encoder 'none' is not known"):
-        worker.open_session("s", CLIP, None)
-    assert worker.session_ids() == []
+    worker.weights.enter()
+    assert run_clip(worker, CLIP, "s", tmp_path).media == []
+    finished = worker.finish("s")
+    assert finished.stream_failure.startswith("the H.264 encoder 'none' is not known")
+    assert [file.name for file in finished.artifacts] == ["frames.mkv", "audio.flac", "latents.safetensors"]
+    assert {failure.name for failure in finished.failures} == {"stream.mp4", "final.mp4"}
+    assert all(failure.message.endswith(finished.stream_failure) for failure in finished.failures)
+
+
+def test_an_encoder_that_fails_half_way_ends_the_stream_alone(
+    worker: VaeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = make_clip(56, 64, 64)
+    whole = run_clip(worker, clip, "whole", tmp_path / "whole")
+    expected = {file.name: file for file in worker.finish("whole").artifacts}
+    encode = H264Encoder.encode
+
+    def fail_at_20(encoder: H264Encoder, rgb: npt.NDArray[np.uint8]) -> Packet:
+        if encoder._num_frames == 20:
+            raise MuxError("the encoder is out of order")
+        return encode(encoder, rgb)
+
+    monkeypatch.setattr(H264Encoder, "encode", fail_at_20)
+    broken = run_clip(worker, clip, "broken", tmp_path / "broken")
+    assert broken.media == whole.media[: len(broken.media)], "what was sent before is the stream's beginning"
+    assert sum(fragment.media.num_frames for fragment in broken.fragments) == 17
+    finished = worker.finish("broken")
+    assert finished.stream_failure == "the encoder is out of order"
+    assert finished.artifacts == [expected[name] for name in ("frames.mkv", "audio.flac", "latents.safetensors")]
+    assert {failure.name for failure in finished.failures} == {"stream.mp4", "final.mp4"}
+    assert {path.name for path in (tmp_path / "broken").iterdir()} == {file.name for file in finished.artifacts}
+
+
+@pytest.mark.parametrize("name", WORKER_ARTIFACTS)
+def test_an_artifact_that_cannot_be_written_is_given_up_alone(worker: VaeWorker, tmp_path: Path, name: str) -> None:
+    """Its device is full: at the first write, or when what was buffered goes out."""
+    whole = run_clip(worker, CLIP, "whole", tmp_path / "whole")
+    expected = [file for file in worker.finish("whole").artifacts if file.name != name]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / f".{name}.part").symlink_to("/dev/full")
+    assert run_clip(worker, CLIP, "full", tmp_path / "full").media == whole.media
+    finished = worker.finish("full")
+    assert finished.artifacts == expected
+    (failure,) = finished.failures
+    assert (failure.name, failure.message) == (name, f"{name} cannot be written: No space left on device")
+    assert {path.name for path in (tmp_path / "full").iterdir()} == {file.name for file in expected}
 
 
 def test_settings_are_checked(model_directory: Path) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from h3stream.errors import PhaseError
-from services.vae.artifacts import FinalFile
+from services.vae.artifacts.final_file import FinalFile
 from services.vae.media.boxes import Packet, VideoTrack
 from services.vae.media.encoders import H264Encoder, open_h264_encoder
 from tests.tools.check_fmp4 import boxes
@@ -36,7 +36,7 @@ def track(encoder: H264Encoder) -> VideoTrack:
 
 def fill(made: FinalFile, packets: list[Packet], pcm: npt.NDArray[np.float32]) -> None:
     for packet in packets:
-        made.add_picture(packet)
+        made.add_packet(packet)
     made.add_sound(pcm)
 
 
@@ -45,10 +45,10 @@ def tone(level: float) -> npt.NDArray[np.float32]:
 
 
 def test_the_file_appears_only_when_it_is_complete(encoder: H264Encoder, tmp_path: Path) -> None:
-    made = FinalFile(tmp_path / "new" / "directory")
+    made = FinalFile(tmp_path / "new" / "directory", track(encoder))
     fill(made, pictures(encoder), tone(0.1))
     assert all(path.name.startswith(".") for path in (tmp_path / "new" / "directory").iterdir())
-    file = made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
+    file = made.finish(divisor=1.0)
     assert [path.name for path in (tmp_path / "new" / "directory").iterdir()] == ["final.mp4"]
     data = (tmp_path / "new" / "directory" / file.name).read_bytes()
     assert (file.size_bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
@@ -56,18 +56,18 @@ def test_the_file_appears_only_when_it_is_complete(encoder: H264Encoder, tmp_pat
 
 
 def test_players_find_the_header_first(encoder: H264Encoder, tmp_path: Path) -> None:
-    made = FinalFile(tmp_path)
+    made = FinalFile(tmp_path, track(encoder))
     fill(made, pictures(encoder), tone(0.1))
-    made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
+    made.finish(divisor=1.0)
     assert [kind for kind, _ in boxes((tmp_path / "final.mp4").read_bytes())] == ["ftyp", "moov", "mdat"]
 
 
 def test_pictures_are_copied_and_times_are_exact(encoder: H264Encoder, tmp_path: Path) -> None:
     packets = pictures(encoder)
-    made = FinalFile(tmp_path)
+    made = FinalFile(tmp_path, track(encoder))
     for start in (0, 17):  # as chunks come
         fill(made, packets[start : start + 17], tone(0.1)[:, start * 1000 : start * 1000 + 17_000])
-    made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
+    made.finish(divisor=1.0)
     with av.open(io.BytesIO((tmp_path / "final.mp4").read_bytes())) as container:
         found = [packet for packet in container.demux(video=0) if packet.size]
         assert [bytes(packet) for packet in found] == [packet.data for packet in packets]
@@ -80,15 +80,15 @@ def test_pictures_are_copied_and_times_are_exact(encoder: H264Encoder, tmp_path:
 
 @pytest.mark.parametrize("divisor", [1.0, 2.5])
 def test_sound_is_divided_by_the_whole_clips_divisor(encoder: H264Encoder, tmp_path: Path, divisor: float) -> None:
-    made = FinalFile(tmp_path)
+    made = FinalFile(tmp_path, track(encoder))
     fill(made, pictures(encoder), tone(0.5))
-    made.finish(track(encoder), NUM_SAMPLES, divisor)
+    made.finish(divisor)
     sound = decode_sound((tmp_path / "final.mp4").read_bytes())[:, 2000:27_000]
     assert float(sound.std()) == pytest.approx(0.5 / divisor / 2**0.5, rel=0.01)
 
 
 def test_discarding_leaves_nothing(encoder: H264Encoder, tmp_path: Path) -> None:
-    made = FinalFile(tmp_path)
+    made = FinalFile(tmp_path, track(encoder))
     fill(made, pictures(encoder), tone(0.1))
     made.discard()
     made.discard()
@@ -97,31 +97,14 @@ def test_discarding_leaves_nothing(encoder: H264Encoder, tmp_path: Path) -> None
 
 def test_a_full_disk_is_an_error_that_names_it(encoder: H264Encoder, tmp_path: Path) -> None:
     (tmp_path / ".final.mp4.pcm").symlink_to("/dev/full")
-    made = FinalFile(tmp_path)
-    with pytest.raises(PhaseError, match="the artifacts cannot be written: No space left on device"):
+    made = FinalFile(tmp_path, track(encoder))
+    with pytest.raises(PhaseError, match=r"final\.mp4 cannot be written: No space left on device"):
         made.add_sound(tone(0.1))
     made.discard()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_finishing_can_be_tried_again_once_there_is_room(encoder: H264Encoder, tmp_path: Path) -> None:
-    packets = pictures(encoder)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / ".final.mp4.part").symlink_to("/dev/full")
-    files = []
-    for name in "ab":
-        made = FinalFile(tmp_path / name)
-        fill(made, packets, tone(0.1))
-        if name == "a":
-            with pytest.raises(PhaseError, match="No space left on device"):
-                made.finish(track(encoder), NUM_SAMPLES, divisor=1.0)
-            assert not (tmp_path / "a" / "final.mp4").exists()
-            (tmp_path / "a" / ".final.mp4.part").unlink()
-        files.append(made.finish(track(encoder), NUM_SAMPLES, divisor=1.0))
-    assert files[0] == files[1]
-
-
-def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error_that_names_it(encoder: H264Encoder, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PhaseError, match="the artifacts cannot be written: Not a directory"):
-        FinalFile(tmp_path / "file" / "below")
+    with pytest.raises(PhaseError, match=r"final\.mp4 cannot be written: Not a directory"):
+        FinalFile(tmp_path / "file" / "below", track(encoder))
