@@ -160,6 +160,7 @@ class RayLane:
                 video_vae=settings.video_vae,
                 audio_vae=settings.audio_vae,
                 video_bit_rate=settings.video_bit_rate,
+                preview_map_cache=settings.data / "preview_maps",
                 **common,
             ),
         }

@@ -12,6 +12,7 @@ from grpc import aio
 from h3stream.codec import adapter_to_proto, model_part_to_proto
 from h3stream.job import AdapterInfo, ModelPart
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
+from services.common.preview_map import PreviewMap
 from services.common.residency import DeviceWeights
 from services.common.verbs import VerbRunner
 
@@ -52,6 +53,8 @@ class ServedWorker:
     """Distributions whose versions decide the worker's results."""
     adapters: tuple[AdapterInfo, ...] = ()
     """Adapters that the worker holds; only the DiT has any."""
+    preview_map: PreviewMap | None = None
+    """How stills are made of latents; only the VAE knows."""
 
 
 class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
@@ -61,6 +64,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
         self._worker = served.worker
         self._runner = served.runner
         self._adapters = served.adapters
+        self._preview_map = served.preview_map
         self._versions = {name: metadata.version(name) for name in served.libraries}
 
     async def Describe(self, request: workers_pb2.DescribeRequest, context: Any) -> workers_pb2.DescribeResponse:
@@ -75,6 +79,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
             session_ids=self._worker.session_ids(),
             parts=map(model_part_to_proto, self._worker.parts),
             adapters=map(adapter_to_proto, self._adapters),
+            preview_map=None if self._preview_map is None else self._preview_map.to_proto(),
         )
 
     async def EnterPhase(self, request: workers_pb2.EnterPhaseRequest, context: Any) -> workers_pb2.EnterPhaseResponse:

@@ -28,6 +28,9 @@ class VaeConfig(WorkerConfig):
     audio_vae: Path | None = None
     """File or folder of the audio VAE in any published layout, in place of the model directory's."""
 
+    preview_map_cache: Path | None = None
+    """Directory that keeps the map which stills are made with, for the next start; made if need be."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.video_dtype not in VIDEO_DTYPES:

@@ -106,6 +106,7 @@ def build(config: VaeConfig) -> ServedWorker:
         service_name=SERVICE_NAME,
         register=lambda server: workers_pb2_grpc.add_VaeServiceServicer_to_server(VaeServicer(worker, runner), server),
         libraries=("torch", "diffusers", "av", "safetensors"),
+        preview_map=worker.preview_map,
     )
 
 

@@ -30,6 +30,7 @@ from services.vae.clip import ClipDecoder, SoundReport
 from services.vae.config import VaeConfig
 from services.vae.media.muxer import MediaFragment
 from services.vae.media_lane import StreamStart
+from services.vae.preview_map import find_preview_map
 from services.vae.weights import load_models
 
 
@@ -104,6 +105,7 @@ class VaeWorker:
         self.weight_digests = self._models.digests
         ledger = ResidencyLedger(config.ledger, self.name) if config.ledger is not None else None
         self.weights = DeviceWeights((self._models.video, self._models.audio), device, ledger)
+        self.preview_map = find_preview_map(self._models, self.weights, config.preview_map_cache)
         self._sessions: dict[str, VaeSession] = {}
 
     def session_ids(self) -> list[str]:
