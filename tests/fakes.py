@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import grpc
+
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents, valid_frame_counts
 from h3stream import codec
@@ -163,6 +165,8 @@ class Script:
     """Where the job stands still, sending heartbeats, until it is cancelled or this is set to -1."""
     silent_at: int = -1
     """Where the server says nothing any more."""
+    lose_at: list[int] = field(default_factory=list)
+    """Where a stream loses its connection, once for each."""
 
 
 @dataclass
@@ -172,6 +176,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     script: Script = field(default_factory=Script)
     requests: list[GenerateRequest] = field(default_factory=list)
     """Requests that were accepted, in order; the job of the n-th is "job-n"."""
+    attached: list[video_pb2.AttachRequest] = field(default_factory=list)
+    """Attach calls, in order."""
     cancelled: set[str] = field(default_factory=set)
     """Jobs that CancelJob ended."""
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
@@ -193,6 +199,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                     raise script.fail_with
                 if event.seq == script.stop_at:
                     return
+                await self._lose(event, context)
                 if event.seq == script.silent_at:
                     await asyncio.Event().wait()
                 while event.seq == script.stall_at:
@@ -208,6 +215,24 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         except (asyncio.CancelledError, GeneratorExit):  # the latter where the caller went during a write
             self.disconnected.set()
             raise
+
+    async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
+        self._refuse()
+        self.attached.append(request)
+        events = list(events_of(self._job(request.job_id).plan, request.job_id))
+        fragments = [event for event in events if isinstance(event, Fragment)]
+        match request.WhichOneof("start"):
+            case "live":
+                start = fragments[-1].seq
+            case "from_chunk":
+                start = next(event.seq for event in fragments if event.chunk_index >= request.from_chunk)
+            case _:
+                start = request.from_seq
+        joins = request.WhichOneof("start") in ("live", "from_chunk")
+        for event in events:
+            if event.seq >= start or (joins and isinstance(event, Accepted | InitSegment)):
+                await self._lose(event, context)
+                yield video_pb2.AttachResponse(event=codec.event_to_proto(event))
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         self._refuse()
@@ -237,6 +262,11 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     ) -> video_pb2.GetServerInfoResponse:
         self._refuse()
         return codec.server_info_to_proto(SERVER_INFO)
+
+    async def _lose(self, event: Event, context: Any) -> None:
+        if event.seq in self.script.lose_at:
+            self.script.lose_at.remove(event.seq)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC itself says it
 
     def _refuse(self) -> None:
         if self.script.refuse_with is not None:
@@ -301,13 +331,13 @@ def heartbeat(seq: int, plan: Plan, job_id: str) -> Progress:
 
 
 @asynccontextmanager
-async def serve_video(service: FakeVideoService) -> AsyncIterator[str]:
-    """Serves on a free port, with the server's own limits and error handling; yields the address."""
+async def serve_video(service: FakeVideoService, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """Serves on a free port or on that of an address, with the server's own limits and error handling; yields the
+    address."""
     server = RpcServer(("h3stream.v1.VideoService",))
     video_pb2_grpc.add_VideoServiceServicer_to_server(service, server.server)
-    address = await server.start("127.0.0.1:0")
     try:
-        yield address
+        yield await server.start(address)
     finally:
         await server.stop(grace_s=0)
 

@@ -14,6 +14,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A second Generate would be a second job: whether to try again is the caller's decision.
+    # A second Generate would be a second job: whether to try again is the caller's decision, or that of `Reconnection`,
+    # which should find out soon that a server is back: gRPC alone may wait two minutes before it looks.
     ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]

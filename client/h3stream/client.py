@@ -18,29 +18,28 @@ from h3stream.events import Completed, Event, Plan
 from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.request import GenerateRequest, RequestOptions, make_request
 from h3stream.status import from_rpc_error
-from h3stream.stream import EventOrder, StallBudget
+from h3stream.stream import RECONNECT_S, EventOrder, Line, Reconnection, StallBudget, attach_request
 from h3stream.v1 import video_pb2, video_pb2_grpc
 
 Response = TypeVar("Response")
 
 
 class Generation(Iterator[Event]):
-    """One generation in progress: an iterator over its events.
+    """A job in progress: an iterator over its events.
 
     Closing it early (or leaving its `with` block, or dropping it) ends the call; the job goes on unless the request
     says `cancel_on_disconnect`. Raises the error that ends the job; what was yielded before stays valid.
     """
 
-    def __init__(self, call: Any, budget: StallBudget) -> None:
-        """call: a response stream of Generate."""
-        self._call = call
-        self._order = EventOrder()
-        self._events = _events(call, self._order, budget)
+    def __init__(self, line: Line, budget: StallBudget) -> None:
+        """Made by the client."""
+        self._line = line
+        self._events = _events(line, budget)
 
     @property
     def job_id(self) -> str:
-        """The job; empty until the first event has come."""
-        return self._order.job_id
+        """The job; empty until the first event of a new one has come."""
+        return self._line.order.job_id
 
     def __next__(self) -> Event:
         return next(self._events)
@@ -48,7 +47,7 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Ends the call; changes nothing once it has ended."""
         self._events.close()
-        self._call.cancel()
+        self._line.call.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -62,11 +61,11 @@ class Generation(Iterator[Event]):
 class Client:
     """A connection to one server, made when the first call needs it. Every call raises a GenerationError if it fails.
 
-    Nothing is tried twice. May be used from several threads.
+    No job is made twice; a job's events go on after a lost connection. May be used from several threads.
     """
 
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
-        """address: "HOST:PORT".  timeout_s: deadline of every call but `generate` and `save`."""
+        """address: "HOST:PORT".  timeout_s: deadline of every call that does not follow a job."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = video_pb2_grpc.VideoServiceStub(self._channel)
         self._timeout_s = timeout_s
@@ -76,6 +75,7 @@ class Client:
         prompt: str | GenerateRequest,
         *,
         stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
         **options: Unpack[RequestOptions],
     ) -> Generation:
         """Makes a clip; returns an iterator over its events.
@@ -83,10 +83,38 @@ class Client:
         prompt: the prompt, or a whole request.  options: fields of GenerateRequest.
         stall_timeout_s: raise DeadlineError once the job has stood still for so long, waiting in the queue included;
         heartbeats only show that it is alive. None waits for ever.
+        reconnect_s: how long a lost connection is tried again once the job has been accepted; 0 for never. Not at all
+        for a request with `cancel_on_disconnect`, whose job ends with its connection.
         """
         request = make_request(prompt, options)
         budget = StallBudget(stall_timeout_s)
-        return Generation(self._stub.Generate(codec.request_to_proto(request)), budget)
+        again = Reconnection(0.0 if request.cancel_on_disconnect else reconnect_s)
+        call = self._stub.Generate(codec.request_to_proto(request))
+        return Generation(Line(call, self._stub.Attach, EventOrder(), again), budget)
+
+    def attach(
+        self,
+        job_id: str,
+        *,
+        from_seq: int | None = None,
+        from_chunk: int | None = None,
+        live: bool = False,
+        stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+    ) -> Generation:
+        """Follows a job, running or ended; returns an iterator over its events.
+
+        Leaving it never cancels the job.
+        Without a start, from event 0 on.  from_seq: from this event on; at most the number of events so far.
+        from_chunk: what a player needs to start at this chunk: `Accepted`, the InitSegment, then everything from the
+        chunk's first keyframe on, which is waited for.  live: the same from the latest keyframe on.
+        The others are those of `generate`.
+        """
+        request = attach_request(job_id, from_seq, from_chunk, live)
+        budget = StallBudget(stall_timeout_s)
+        again = Reconnection(reconnect_s)
+        call = self._stub.Attach(request)
+        return Generation(Line(call, self._stub.Attach, EventOrder(request), again), budget)
 
     def save(
         self,
@@ -94,13 +122,17 @@ class Client:
         path: str | os.PathLike[str],
         *,
         stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
         **options: Unpack[RequestOptions],
     ) -> Completed:
         """Makes a clip in the file `path`, which is playable at every moment; returns the last event.
 
         If the job fails, the file keeps what had arrived. Arguments are those of `generate`.
         """
-        with ClipFile(path) as file, self.generate(prompt, stall_timeout_s=stall_timeout_s, **options) as events:
+        with (
+            ClipFile(path) as file,
+            self.generate(prompt, stall_timeout_s=stall_timeout_s, reconnect_s=reconnect_s, **options) as events,
+        ):
             for event in events:
                 file.write(event)
         assert isinstance(event, Completed), event  # EventOrder lets no stream end otherwise
@@ -149,29 +181,36 @@ class Client:
             raise from_rpc_error(error) from error
 
 
-def _events(call: Any, order: EventOrder, budget: StallBudget) -> Generator[Event, None, None]:
+def _events(line: Line, budget: StallBudget) -> Generator[Event, None, None]:
     # Not a method: a generator that held its Generation would keep a dropped one, and so its call, alive.
     try:
         while True:
             started_s = time.monotonic()
-            response = _receive(call, order, budget)
-            if response is None:
-                break
-            event = order.accept(response)
+            event: Event | None = None
+            try:
+                response = _receive(line, budget)
+                if response is None:
+                    break
+                event = line.accept(response)
+            except grpc.RpcError as error:
+                delay_s = line.delay_s(error)
+                time.sleep(delay_s if budget.left_s is None else min(delay_s, budget.left_s))
+                line.reopen()
             budget.spend(time.monotonic() - started_s, event)
-            yield event
-        order.end()
+            if event is not None:
+                yield event
+        line.order.end()
     finally:
-        call.cancel()
+        line.call.cancel()
 
 
-def _receive(call: Any, order: EventOrder, budget: StallBudget) -> video_pb2.GenerateResponse | None:
-    """The next response, None at the end."""
+def _receive(line: Line, budget: StallBudget) -> video_pb2.GenerateResponse | video_pb2.AttachResponse | None:
+    """The next response, None at the end. Raises DeadlineError, and the call's own error as it is."""
     is_stalled = threading.Event()
 
     def give_up() -> None:
         is_stalled.set()
-        call.cancel()
+        line.call.cancel()
 
     # A blocking read takes no timeout; a timer that cancels the call is its only end from outside.
     timer = None if budget.left_s is None else threading.Timer(budget.left_s, give_up)
@@ -179,11 +218,11 @@ def _receive(call: Any, order: EventOrder, budget: StallBudget) -> video_pb2.Gen
         timer.daemon = True
         timer.start()
     try:
-        response: video_pb2.GenerateResponse | None = next(call, None)
+        response: video_pb2.GenerateResponse | video_pb2.AttachResponse | None = next(line.call, None)
     except grpc.RpcError as error:
         if is_stalled.is_set():
-            raise budget.exceeded(order.job_id) from error
-        raise from_rpc_error(error) from error
+            raise budget.exceeded(line.order.job_id) from error
+        raise
     finally:
         if timer is not None:
             timer.cancel()

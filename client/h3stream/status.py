@@ -85,6 +85,12 @@ def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
     return code, message, status.SerializeToString()
 
 
+def is_connection_loss(error: grpc.RpcError) -> bool:
+    """Whether a call failed for its connection: the server itself says why it refuses, and how a job ended."""
+    info, _, _ = _details(error)
+    return error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN
+
+
 def from_rpc_error(error: grpc.RpcError) -> GenerationError:
     """The error that a failed call stands for; its cause is the gRPC error."""
     code: grpc.StatusCode = error.code()

@@ -286,7 +286,7 @@ async def test_a_server_that_goes_away_mid_stream_is_not_ready() -> None:
     service = FakeVideoService(script=Script(stall_at=3))
     async with serve_video(service) as address:
         client = AsyncClient(address)
-        events = client.generate("a fox")
+        events = client.generate("a fox", reconnect_s=0)
         await anext(events)
     with pytest.raises(NotReadyError):
         await exhaust(events)

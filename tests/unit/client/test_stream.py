@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from h3stream import codec, events
-from h3stream.errors import BrokenStreamError, DeadlineError
+from h3stream import GenerateRequest, codec, events
+from h3stream.errors import BrokenStreamError, DeadlineError, InvalidRequestError
 from h3stream.events import Event
-from h3stream.stream import EventOrder, StallBudget
+from h3stream.stream import EventOrder, Reconnection, StallBudget, attach_request
 from h3stream.v1 import video_pb2
+from tests.fakes import events_of, plan_of
 
 LAST = {
     "artifacts": (),
@@ -116,3 +119,120 @@ def test_giving_up_says_how_long_was_waited() -> None:
 def test_patience_has_to_be_some(limit_s: float) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         StallBudget(limit_s)
+
+
+MADE = list(events_of(plan_of(GenerateRequest("a fox", num_frames=73)), "job-1"))
+INIT = next(event.seq for event in MADE if isinstance(event, events.InitSegment))
+FRAGMENTS = [event.seq for event in MADE if isinstance(event, events.Fragment)]
+ACCEPTED = 0
+JOIN = attach_request("job-1", from_chunk=2)
+
+
+def accept(order: EventOrder, *seqs: int) -> list[int]:
+    """Positions of the events that an order lets through."""
+    taken = [order.accept(response(MADE[seq])) for seq in seqs]
+    return [event.seq for event in taken if event is not None]
+
+
+@pytest.mark.parametrize(
+    "seqs",
+    [
+        (ACCEPTED, INIT, *range(FRAGMENTS[1], len(MADE))),
+        (ACCEPTED, INIT, *range(FRAGMENTS[-1], len(MADE))),
+        (ACCEPTED, *range(len(MADE) - 3, len(MADE))),
+    ],
+    ids=["at a chunk", "at the last", "without media"],
+)
+@pytest.mark.parametrize("start", [JOIN, attach_request("job-1", live=True)], ids=["chunk", "live"])
+def test_a_stream_that_joins_leaves_out_what_came_before(start: video_pb2.AttachRequest, seqs: tuple[int, ...]) -> None:
+    order = EventOrder(start)
+    assert accept(order, *seqs) == list(seqs)
+    order.end()
+
+
+@pytest.mark.parametrize(
+    ("start", "seqs"),
+    [
+        (JOIN, (INIT,)),
+        (JOIN, (ACCEPTED, FRAGMENTS[1], FRAGMENTS[2])),
+        (JOIN, (ACCEPTED, INIT, FRAGMENTS[1], FRAGMENTS[1])),
+        (JOIN, (ACCEPTED, INIT, INIT - 1)),
+        (attach_request("job-1", from_seq=5), (4,)),
+        (attach_request("job-1", from_seq=5), (6,)),
+        (attach_request("job-2"), (0,)),
+    ],
+)
+def test_a_stream_that_joins_is_held_to_its_order_too(start: video_pb2.AttachRequest, seqs: tuple[int, ...]) -> None:
+    order = EventOrder(start)
+    accept(order, *seqs[:-1])
+    with pytest.raises(BrokenStreamError):
+        accept(order, seqs[-1])
+
+
+def test_the_rest_is_asked_for_from_the_next_event_on() -> None:
+    order = EventOrder()
+    accept(order, 0, 1, 2)
+    assert order.resume() == attach_request("job-1", from_seq=3)
+    order = EventOrder(attach_request("job-1", from_seq=5))
+    assert order.resume() == attach_request("job-1", from_seq=5)
+    accept(order, 5)
+    assert order.resume() == attach_request("job-1", from_seq=6)
+
+
+def test_joining_starts_over_until_it_has_joined() -> None:
+    order = EventOrder(JOIN)
+    assert accept(order, ACCEPTED) == [ACCEPTED]
+    assert order.resume() == JOIN
+    assert accept(order, ACCEPTED, INIT) == [INIT]
+    assert accept(order, ACCEPTED, INIT, FRAGMENTS[1]) == [FRAGMENTS[1]]
+    assert order.resume() == attach_request("job-1", from_seq=FRAGMENTS[1] + 1)
+
+
+def test_nothing_after_the_last_event_is_a_whole_stream() -> None:
+    EventOrder(attach_request("job-1", from_seq=len(MADE))).end()
+    with pytest.raises(BrokenStreamError):
+        EventOrder(attach_request("job-1")).end()
+
+
+@pytest.mark.parametrize(
+    ("start", "fields", "words"),
+    [
+        ({"from_seq": -1}, ["from_seq"], "from_seq is -1; it must be 0 or more"),
+        ({"from_chunk": 2**31}, ["from_chunk"], "from_chunk is 2147483648"),
+        ({"from_seq": 0, "live": True}, ["from_seq", "live"], "from_seq and live are given; give one of them"),
+    ],
+)
+def test_a_start_that_no_message_can_hold_is_refused(start: dict[str, Any], fields: list[str], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        attach_request("job-1", **start)
+    assert [violation.field for violation in caught.value.violations] == fields
+
+
+def test_a_lost_connection_is_tried_again_after_growing_delays_until_the_limit() -> None:
+    now_s = 100.0
+    again = Reconnection(10.0, clock=lambda: now_s, jitter=lambda: 1.0)
+    assert [again.next_delay_s() for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    now_s = 109.9
+    assert again.next_delay_s() == 2.0
+    now_s = 110.0
+    assert again.next_delay_s() is None
+    again.succeeded()
+    assert again.next_delay_s() == 0.1
+
+
+def test_delays_are_jittered_by_half() -> None:
+    assert Reconnection(1.0, jitter=lambda: 0.0).next_delay_s() == pytest.approx(0.05)
+    assert Reconnection(1.0, jitter=lambda: 1.0).next_delay_s() == pytest.approx(0.1)
+
+
+def test_no_time_is_no_try() -> None:
+    assert Reconnection(0.0).next_delay_s() is None
+    for limit_s in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="must be 0 or more"):
+            Reconnection(limit_s)
+
+
+def test_time_without_an_event_is_taken_off() -> None:
+    budget = StallBudget(10.0)
+    budget.spend(4.0, None)
+    assert budget.left_s == 6.0
