@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
+import torch
 
-from core.clock import emission_table
-from core.geometry import num_samples
+from core.clock import AUDIO_MARGIN_LATENTS, emission_table, samples_for_frames
+from core.geometry import SAMPLES_PER_AUDIO_LATENT, chunk_table, num_audio_latents, num_samples
 from h3stream.channel import MAX_MESSAGE_BYTES
+from services.vae.audio_stream import AudioStream
 from services.vae.worker import VaeWorker
 from tests.tools.check_fmp4 import read_movie, violations
 from tests.unit.services.vae.harness import Recorder, decode_pictures, decode_sound, make_clip, run_clip
@@ -30,11 +34,14 @@ CLIPS = [
 ]
 
 
-def ffprobe(path: Path) -> list[dict[str, str]]:
+def ffprobe(path: Path) -> list[dict[str, Any]]:
     """What ffprobe counts in a file, stream by stream."""
     program = shutil.which("ffprobe")
     assert program is not None, "ffprobe is needed for this test: apt-get install -y ffmpeg"
-    entries = "stream=codec_type,codec_name,profile,width,height,nb_read_frames,nb_read_packets,color_space,color_range"
+    entries = (
+        "stream=codec_type,codec_name,profile,level,width,height,nb_read_frames,nb_read_packets,color_space,color_range,"
+        "has_b_frames,avg_frame_rate,time_base,start_pts,duration_ts"
+    )
     done = subprocess.run(
         [program, "-v", "error", "-count_frames", "-count_packets", "-show_entries", entries, "-of", "json", path],
         capture_output=True,
@@ -42,7 +49,7 @@ def ffprobe(path: Path) -> list[dict[str, str]]:
         check=True,
     )
     assert not done.stderr, done.stderr
-    streams: list[dict[str, str]] = json.loads(done.stdout)["streams"]
+    streams: list[dict[str, Any]] = json.loads(done.stdout)["streams"]
     return streams
 
 
@@ -59,19 +66,24 @@ def test_streams_and_files_hold_exactly_the_clip(
     worker: VaeWorker, tmp_path: Path, num_frames: int, width: int, height: int
 ) -> None:
     recorder = run_clip(worker, make_clip(num_frames, width, height), "s", tmp_path / "artifacts")
-    finished = worker.finish("s")
+    worker.finish("s")
     stream = recorder.stream()
     samples = num_samples(num_frames)
     assert violations(stream, frames=num_frames, samples=samples) == []
 
-    final = (tmp_path / "artifacts" / finished.artifacts[0].name).read_bytes()
+    final = (tmp_path / "artifacts" / "final.mp4").read_bytes()
     (tmp_path / "stream.mp4").write_bytes(stream)
     for path, data in ((tmp_path / "stream.mp4", stream), (tmp_path / "artifacts" / "final.mp4", final)):
         video, audio = ffprobe(path)
-        assert (video["codec_name"], video["width"], video["height"]) == ("h264", width, height)
+        found = video["codec_name"], video["profile"], video["width"], video["height"]
+        assert found == ("h264", "High", width, height)
         assert (video["color_space"], video["color_range"]) == ("bt709", "tv")
         assert video["nb_read_frames"] == str(num_frames)
+        assert (video["has_b_frames"], video["avg_frame_rate"]) == (0, "24/1")
+        assert (video["time_base"], video["start_pts"], video["duration_ts"]) == ("1/96000", 0, 4000 * num_frames)
+        assert (audio["time_base"], audio["start_pts"] + audio["duration_ts"]) == ("1/32000", samples)
         assert (audio["codec_name"], audio["profile"]) == ("aac", "LC")
+        assert recorder.starts[0].mime_type == f'video/mp4; codecs="avc1.6400{video["level"]:02x},mp4a.40.2"'
         assert audio["nb_read_packets"] == str(-(-(samples + 1024) // 1024))
         assert declared_samples(data) == samples
         assert 0 <= decode_sound(data).shape[1] - samples < 1024  # the last AAC frame is padded to its length
@@ -79,13 +91,41 @@ def test_streams_and_files_hold_exactly_the_clip(
     assert all(np.array_equal(a, b) for a, b in zip(decode_pictures(stream), decode_pictures(final), strict=True))
 
 
-def test_chunks_leave_when_the_emission_table_says(worker: VaeWorker) -> None:
-    recorder = run_clip(worker, make_clip(73, 64, 32), "s")
-    out = [0] * 5
+@pytest.mark.parametrize(("num_frames", "bound"), [(22, 0), (39, 17), (192, 170)])
+def test_chunks_leave_when_the_emission_table_says(worker: VaeWorker, num_frames: int, bound: int) -> None:
+    """The bound is geometric: a decode needs two latents of the next chunk. All else leaves with the last chunk."""
+    recorder = run_clip(worker, make_clip(num_frames, 32, 32), "s")
+    chunks = chunk_table(num_frames)
+    out = [0] * len(chunks)
+    sound = [0] * len(chunks)
     for fragment in recorder.fragments:
-        for chunk in range(fragment.chunk_index, 5):
+        for chunk in range(fragment.chunk_index, len(chunks)):
             out[chunk] += fragment.media.num_frames
-    assert tuple(out) == emission_table(73) == (0, 17, 34, 51, 73)
+            sound[chunk] = fragment.media.num_samples_total
+    assert tuple(out) == emission_table(num_frames)
+    assert out[-2:] == [bound, num_frames]
+    # Sound leaves with every chunk's pictures, up to their end; the rest comes with the last.
+    assert all(samples >= samples_for_frames(frames) for frames, samples in zip(out[:-1], sound, strict=False))
+    assert sound[-1] == num_samples(num_frames)
+
+
+def test_sound_is_decoded_with_every_chunk_as_the_margin_allows(
+    worker: VaeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """17 latents wait for what follows them, never a block of 28 more."""
+    decoded: list[int] = []
+    push = AudioStream.push
+
+    def noted(stream: AudioStream, latents: torch.Tensor) -> torch.Tensor:
+        waveform = push(stream, latents)
+        decoded.append(waveform.shape[1] // SAMPLES_PER_AUDIO_LATENT)
+        return waveform
+
+    monkeypatch.setattr(AudioStream, "push", noted)
+    run_clip(worker, make_clip(73, 32, 32), "s")
+    available = [chunk.audio_stop for chunk in chunk_table(73)]
+    assert list(itertools.accumulate(decoded)) == [*(stop - AUDIO_MARGIN_LATENTS for stop in available[:-1]), 122]
+    assert available[-1] == num_audio_latents(73) == 122
 
 
 def test_fragments_are_numbered_joined_and_keyed(worker: VaeWorker) -> None:
@@ -117,12 +157,22 @@ def test_every_prefix_plays(worker: VaeWorker) -> None:
 
 
 def test_a_late_viewer_can_start_at_any_chunk(worker: VaeWorker) -> None:
-    recorder = run_clip(worker, make_clip(39, 64, 64), "s")
+    """Pictures and sound keep their times: the whole clip's, behind a beginning that was never fetched."""
+    recorder = run_clip(worker, make_clip(73, 32, 64), "s")
     whole = decode_pictures(recorder.stream())
-    late = recorder.starts[0].data + b"".join(f.media.data for f in recorder.fragments[1:])
-    found = decode_pictures(late)
-    assert len(found) == 22
-    assert all(np.array_equal(a, b) for a, b in zip(found, whole[17:], strict=True))
+    for first in range(1, 5):
+        late = recorder.starts[0].data + b"".join(f.media.data for f in recorder.fragments[first:])
+        found = decode_pictures(late)
+        assert len(found) == 73 - 17 * first
+        assert all(np.array_equal(a, b) for a, b in zip(found, whole[17 * first :], strict=True))
+        times: dict[str, list[int]] = {"video": [], "audio": []}
+        with av.open(io.BytesIO(late)) as container:
+            for packet in container.demux():
+                if packet.pts is not None:
+                    times[packet.stream.type].append(packet.pts)
+        assert times["video"] == [4000 * i for i in range(17 * first, 73)]
+        # Sound begins beside the first picture, by less than one AAC frame.
+        assert 0 <= 3 * times["audio"][0] - 68_000 * first < 3 * 1024
 
 
 def test_the_mime_type_is_that_of_the_boxes(worker: VaeWorker) -> None:
