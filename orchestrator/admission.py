@@ -19,17 +19,20 @@ from core.request import (
     Violation,
     clip_violations,
     clip_warnings,
+    preview_violations,
     prompt_violations,
 )
-from h3stream.codec import clip_spec_to_proto
+from h3stream.codec import clip_spec_to_proto, preview_spec_to_proto
 from h3stream.errors import UnsupportedError
-from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
+from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
 from services.common.refusal import refuse
 
 STREAMING_FIELDS = ("sink", "window", "kv_storage")
 """Fields of a request that only a clip with a KV cache has."""
+NO_PREVIEW = PreviewSpec(max_side=0, every_steps=1)
+"""No stills."""
 
 
 class AdapterFacts(Protocol):
@@ -91,6 +94,7 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
             *(_dense_violations(request) if is_dense else ()),
             *_registry_violations(request.adapters, registry, is_dense),
             *artifact_violations(request.artifacts),
+            *(() if request.preview is None else preview_violations(request.preview)),
         ]
     )
     if is_dense:
@@ -110,8 +114,12 @@ def make_plan(
     adapters: Sequence[AdapterFacts],
     video_bits_per_second: int,
     artifacts: Sequence[str] = (),
+    preview: PreviewSpec = NO_PREVIEW,
 ) -> video_pb2.Plan:
-    """What a checked clip makes, in full.  adapters: the registry.  artifacts: those asked for; empty: the default."""
+    """What a checked clip makes, in full.
+
+    adapters: the registry.  artifacts: those asked for; empty: the default.  preview: the stills on the way.
+    """
     chunks = chunk_table(clip.num_frames)
     is_dense = clip.mode == "dense"
     warnings = [*clip_warnings(clip), *_schedule_warnings(clip, adapters)]
@@ -137,6 +145,7 @@ def make_plan(
         expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AAC_BIT_RATE),
         warnings=[video_pb2.Warning(reason=reason, message=message) for reason, message in warnings],
         artifacts=artifacts or DEFAULT_ARTIFACTS,
+        preview=preview_spec_to_proto(preview),
     )
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from core.budget import VIDEO_BIT_RATE
+from core.request import preview_violations
 from h3stream.errors import ConfigError
+from h3stream.request import PreviewSpec
 from services.checkpoints.components import FOLDERS, Part
 from services.common.config import AdapterSource
 from services.common.listen import check_tcp_address
@@ -72,6 +74,10 @@ class Settings:
     """Finished jobs whose events and artifacts are kept; the oldest is removed first."""
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
+    preview_max_side: int = 256
+    """Longer side, in pixels, of the stills of a request that says nothing about them: 16 to 512, or 0 for none."""
+    preview_every_steps: int = 1
+    """Noise forwards from one still to the next, where a request says nothing about them."""
     drain_s: float = 30.0
     """How long running jobs may go on after SIGTERM before they are cancelled."""
 
@@ -82,6 +88,8 @@ class Settings:
         _at_least("max_queued_jobs", self.max_queued_jobs, 0)
         _at_least("kept_jobs", self.kept_jobs, 1)
         _at_least("drain_s", self.drain_s, 0)
+        for violation in preview_violations(self.preview):
+            raise ConfigError(violation.description.replace("preview.", "preview_", 1))
         if self.worker_transport not in WORKER_TRANSPORTS:
             raise ConfigError(f"worker_transport is {self.worker_transport!r}; it must be one of {WORKER_TRANSPORTS}")
         check_tcp_address(self.listen, insecure=self.insecure)
@@ -90,6 +98,11 @@ class Settings:
     def parts(self) -> dict[Part, Path | None]:
         """For each part of the model what is in place of the model directory's; None for the directory's own."""
         return {part: getattr(self, part) for part in FOLDERS}
+
+    @property
+    def preview(self) -> PreviewSpec:
+        """Stills of a request that says nothing about them."""
+        return PreviewSpec(self.preview_max_side, self.preview_every_steps)
 
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""

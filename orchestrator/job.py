@@ -22,6 +22,7 @@ Payload = (
     | video_pb2.Progress
     | types_pb2.InitSegment
     | types_pb2.Fragment
+    | types_pb2.Preview
     | video_pb2.Warning
     | video_pb2.StreamComplete
     | video_pb2.Completed

@@ -13,6 +13,7 @@ from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.codec import (
     clip_spec_to_proto,
     plan_request_from_proto,
+    preview_spec_to_proto,
     refuse_unknown_fields,
     request_from_proto,
 )
@@ -109,6 +110,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
             adapters=self._adapter_infos(),
             artifacts=ARTIFACTS,
             default_artifacts=DEFAULT_ARTIFACTS,
+            default_preview=preview_spec_to_proto(self._settings.preview),
         )
 
     def _adapter_infos(self) -> list[types_pb2.AdapterInfo]:
@@ -119,7 +121,8 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
         clip = resolve(request, self._model, self._adapters)
-        plan = make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate, request.artifacts)
+        preview = self._settings.preview if request.preview is None else request.preview
+        plan = make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate, request.artifacts, preview)
         return request.prompt, clip, plan
 
 

@@ -11,7 +11,7 @@ from core.phases import HOLDER, Phase
 from h3stream.v1 import types_pb2, video_pb2, workers_pb2
 from orchestrator.job import Job
 from orchestrator.lane import Lane
-from orchestrator.worker_clients import StepDone, TensorParts
+from orchestrator.worker_clients import StepDone, Stills, TensorParts
 
 SILENCE_PEAK = 1e-4
 """Below -80 dB of full scale a soundtrack is called silent."""
@@ -30,7 +30,10 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         embedding = await lane.text_encoder.encode(job.prompt)
 
     await _enter(job, lane, Phase.PREFILL)
-    opened = await lane.dit.open_session(job.job_id, job.clip, embedding)
+    stills = await _stills(job, lane)
+    opened = await lane.dit.open_session(job.job_id, job.clip, embedding, stills)
+    if opened.preview_unavailable_reason:
+        job.emit(video_pb2.Warning(reason="PREVIEW_UNAVAILABLE", message=opened.preview_unavailable_reason))
     if opened.kv_storage_fallback_reason:
         job.emit(video_pb2.Warning(reason="KV_STORAGE_FALLBACK", message=opened.kv_storage_fallback_reason))
     await lane.vae.open_session(job.job_id, job.clip, str(job.directory), job.plan.artifacts)
@@ -65,6 +68,18 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     )
 
 
+async def _stills(job: Job, lane: Lane) -> Stills | None:
+    """The stills to make on the way; None where none are wanted, or none can be, which is told."""
+    if not job.plan.preview.max_side:
+        return None
+    vae = await lane.vae.describe()
+    if not vae.HasField("preview_map"):
+        message = "there will be no stills: the VAE worker could not make their map when it started"
+        job.emit(video_pb2.Warning(reason="PREVIEW_UNAVAILABLE", message=message))
+        return None
+    return Stills(job.plan.preview, vae.preview_map)
+
+
 async def _make_chunk_by_chunk(job: Job, lane: Lane, output: _Output) -> None:
     """Samples, decodes and commits the chunks in turn, so that fragments leave while later chunks are sampled."""
     last = len(job.plan.chunks) - 1
@@ -91,8 +106,8 @@ async def _make_chunk_by_chunk(job: Job, lane: Lane, output: _Output) -> None:
 async def _make_at_once(job: Job, lane: Lane, output: _Output) -> None:
     """Samples the whole clip, then decodes it chunk by chunk, as its latents come from the DiT worker's memory."""
     await _enter(job, lane, Phase.DENOISE)
-    async for done in lane.dit.sample_dense(job.job_id):
-        job.step(done.step)
+    async for result in lane.dit.sample_dense(job.job_id):
+        _announce(job, result)
     output.sampling_ended()
     for chunk_index in range(len(job.plan.chunks)):
         await output.decode(chunk_index, await _chunk_latents(job, lane, chunk_index))
@@ -102,11 +117,19 @@ async def _chunk_latents(job: Job, lane: Lane, chunk_index: int) -> TensorParts:
     """The latents of a chunk, its steps announced if it has yet to be sampled."""
     latents: TensorParts = ()
     async for result in lane.dit.sample_chunk(job.job_id, chunk_index):
-        if isinstance(result, StepDone):
-            job.step(result.step)
-        else:
+        if isinstance(result, tuple):
             latents = result
+        else:
+            _announce(job, result)
     return latents
+
+
+def _announce(job: Job, result: StepDone | types_pb2.Preview) -> None:
+    """Tells that a noise forward is done, or shows it."""
+    if isinstance(result, StepDone):
+        job.step(result.step)
+    else:
+        job.emit(result)
 
 
 class _Output:

@@ -35,6 +35,16 @@ class StepDone:
     """Forwards done so far in this chunk, or in a dense clip."""
 
 
+@dataclass(frozen=True)
+class Stills:
+    """What stills a session makes."""
+
+    spec: types_pb2.PreviewSpec
+    """How large and how often."""
+    preview_map: types_pb2.PreviewMap
+    """How they are made of latents."""
+
+
 class WorkerClient:
     """What every worker offers: what it is, and its hold on the device."""
 
@@ -116,19 +126,27 @@ class DitClient(WorkerClient):
         self._stub: Any = workers_pb2_grpc.DitServiceStub(self._channel)
 
     async def open_session(
-        self, session_id: str, clip: ClipSpec, embedding: TensorParts
+        self, session_id: str, clip: ClipSpec, embedding: TensorParts, stills: Stills | None
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        """Draws the noise and puts the text into the KV cache, or through the refiner for a dense clip."""
+        """Draws the noise and puts the text into the KV cache, or through the refiner for a dense clip.
+
+        stills: to make on the way; None: none.
+        """
         message = workers_pb2.DitServiceOpenSessionRequest
         header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
+        if stills is not None:
+            header.preview.CopyFrom(stills.spec)
+            header.preview_map.CopyFrom(stills.preview_map)
         with self._errors():
             response: workers_pb2.DitServiceOpenSessionResponse = await self._stub.OpenSession(
                 iter([message(header=header), *(message(tensor=part) for part in embedding)])
             )
             return response
 
-    async def sample_chunk(self, session_id: str, chunk_index: int) -> AsyncIterator[StepDone | TensorParts]:
-        """Yields a StepDone per noise forward, then the chunk's latents.
+    async def sample_chunk(
+        self, session_id: str, chunk_index: int
+    ) -> AsyncIterator[StepDone | types_pb2.Preview | TensorParts]:
+        """Yields a StepDone per noise forward, behind it the still that shows it, if any, then the chunk's latents.
 
         Of a dense clip, which has been sampled by then, any chunk's latents; the device is not needed.
         """
@@ -137,15 +155,17 @@ class DitClient(WorkerClient):
         async for response in self._responses(self._stub.SampleChunk(request)):
             if response.HasField("step"):
                 yield StepDone(response.step.step)
+            elif response.HasField("preview"):
+                yield response.preview
             else:
                 latents.append(response.tensor)
         yield tuple(latents)
 
-    async def sample_dense(self, session_id: str) -> AsyncIterator[StepDone]:
-        """Samples a dense clip; yields a StepDone per forward. `sample_chunk` has its latents."""
+    async def sample_dense(self, session_id: str) -> AsyncIterator[StepDone | types_pb2.Preview]:
+        """Samples a dense clip; yields as `sample_chunk` does, which then has its latents."""
         request = workers_pb2.SampleDenseRequest(session_id=session_id)
         async for response in self._responses(self._stub.SampleDense(request)):
-            yield StepDone(response.step.step)
+            yield StepDone(response.step.step) if response.HasField("step") else response.preview
 
     async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
         """Puts the chunk sampled last into the KV cache."""

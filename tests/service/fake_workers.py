@@ -23,6 +23,7 @@ from h3stream.errors import PhaseError, UnsupportedError
 from h3stream.job import AdapterInfo, ModelPart
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.ledger import ResidencyLedger
+from services.common.preview_map import PreviewMap
 from services.common.residency import DeviceWeights
 from services.common.rpc import RpcServer
 from services.common.tensors import to_parts
@@ -55,6 +56,8 @@ class Script:
     """Frame beyond which no fragment is made."""
     stream_failure: str = ""
     """Why."""
+    no_encoder: str = ""
+    """Why the DiT worker cannot make stills; empty if it can."""
     calls: list[str] = field(default_factory=list)
     """Points passed, in order."""
 
@@ -106,6 +109,7 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
     def __init__(self, worker: FakeWorker, script: Script) -> None:
         self.worker, self.script = worker, script
         self.clips: dict[str, object] = {}
+        self.previews: dict[str, types_pb2.PreviewSpec] = {}
         self.sampled: set[str] = set()
         """Dense sessions whose clip is there."""
 
@@ -115,7 +119,25 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         header = (await anext(aiter(request_iterator))).header
         self.clips[header.session_id] = clip_spec_from_proto(header.clip)
         self.worker.sessions.add(header.session_id)
-        return workers_pb2.DitServiceOpenSessionResponse(kv_storage=header.clip.kv_storage)
+        response = workers_pb2.DitServiceOpenSessionResponse(kv_storage=header.clip.kv_storage)
+        if header.HasField("preview"):
+            assert len(header.preview_map.weights) == 72
+            response.preview_unavailable_reason = self.script.no_encoder
+            if not self.script.no_encoder:
+                self.previews[header.session_id] = header.preview
+        return response
+
+    def stills(self, session_id: str, chunk_index: int, step: int, num_steps: int) -> list[types_pb2.Preview]:
+        """The still behind a step, if there is one."""
+        spec = self.previews.get(session_id)
+        if spec is None or (step % spec.every_steps and step < num_steps):
+            return []
+        return [
+            types_pb2.Preview(
+                data=b"still", media_type="image/jpeg", width=spec.max_side, height=1, chunk_index=chunk_index,
+                step=step, num_steps=num_steps,
+            )
+        ]  # fmt: skip
 
     async def SampleChunk(self, request, context):
         clip = self.clips[request.session_id]
@@ -128,6 +150,8 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
             for step in range(1, clip.steps + 1):
                 await self.script.reach(f"sample:{request.chunk_index}.{step}")
                 yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
+                for still in self.stills(request.session_id, request.chunk_index, step, clip.steps):
+                    yield workers_pb2.SampleChunkResponse(preview=still)
         for part in to_parts("video", torch.full((1, 24, 2, 2, 2), float(request.chunk_index + clip.seed % 97))):
             yield workers_pb2.SampleChunkResponse(tensor=part)
 
@@ -137,6 +161,8 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         for step in range(1, clip.steps + 1):
             await self.script.reach(f"dense:{step}")
             yield workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
+            for still in self.stills(request.session_id, -1, step, clip.steps):
+                yield workers_pb2.SampleDenseResponse(preview=still)
         self.sampled.add(request.session_id)
 
     async def CommitChunk(self, request, context):
@@ -242,6 +268,8 @@ class FakeLaneHost:
         self.script = script
         self.workers: dict[Worker, FakeWorker] = {}
         self.num_starts = 0
+        self.preview_map: PreviewMap | None = PreviewMap((0.0,) * 72, (0.5,) * 3)
+        """Of the VAE worker, from its next start on."""
         self._servers: dict[Worker, RpcServer] = {}
         self._runners: list[VerbRunner] = []
 
@@ -252,7 +280,8 @@ class FakeLaneHost:
             fake = FakeWorker(worker, self.ledger)
             runner = VerbRunner(worker.value)
             server = RpcServer(())
-            served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters)
+            preview_map = self.preview_map if worker is Worker.VAE else None
+            served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters, preview_map=preview_map)
             workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
             register(service(fake, self.script), server.server)
             addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from h3stream.errors import ConfigError
+from h3stream.request import PreviewSpec
 from orchestrator.config import Settings, load_settings
 from services.common.config import AdapterSource
 
@@ -139,3 +140,13 @@ def test_a_flag_has_its_whole_name_only(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         load_settings(["--mod", str(tmp_path)], {})
     assert "unrecognized arguments: --mod" in capsys.readouterr().err
+
+
+def test_stills_have_a_default_that_must_be_possible(tmp_path: Path) -> None:
+    given = ["--model", str(tmp_path)]
+    settings, _ = load_settings(given, {})
+    assert settings.preview == PreviewSpec(256, 1)
+    settings, _ = load_settings([*given, "--preview-max-side", "0", "--preview-every-steps", "3"], {})
+    assert settings.preview == PreviewSpec(0, 3)
+    with pytest.raises(ConfigError, match="preview_max_side is 8; it must be from 16 to 512 or 0; the nearest"):
+        load_settings([*given, "--preview-max-side", "8"], {})
