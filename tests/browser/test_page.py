@@ -1,0 +1,286 @@
+"""The page in a real browser: plays while sampling goes on, outlives cuts and reloads, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.browser.chromium import AUTOPLAY, NO_AUTOPLAY, Page, browser
+from tests.web_service import LiveService, running_gateway, serve_live
+
+COUNTER = """
+window.counts = { urls: 0, buffers: 0, sources: 0 };
+const count = (owner, name, key, change) => {
+  const real = owner[name];
+  owner[name] = function (...given) {
+    const result = real.apply(this, given);
+    if (name !== "revokeObjectURL" || given[0]) counts[key] += change;
+    return result;
+  };
+};
+count(URL, "createObjectURL", "urls", 1);
+count(URL, "revokeObjectURL", "urls", -1);
+count(MediaSource.prototype, "addSourceBuffer", "buffers", 1);
+count(MediaSource.prototype, "removeSourceBuffer", "buffers", -1);
+const RealEventSource = EventSource;
+window.EventSource = class extends RealEventSource {
+  constructor(...given) { super(...given); counts.sources++; }
+  close() { if (this.readyState !== 2) counts.sources--; super.close(); }
+};
+"""
+WITHOUT_MSE = "delete window.MediaSource; delete window.ManagedMediaSource;"
+WITHOUT_HLS = 'HTMLMediaElement.prototype.canPlayType = (kind) => kind.includes("mpegurl") ? "" : "maybe";'
+BUFFERED = "video.buffered.length === 1 && video.buffered.end(0)"
+ENDED = "document.getElementById('phase').textContent === 'Done'"
+
+
+class Proxy:
+    """Passes connections on to the gateway, until they are cut."""
+
+    def __init__(self, target: str) -> None:
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.is_open = True
+        self.num_cut = 0
+
+    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.is_open:
+            writer.transport.abort()
+            return
+        back_reader, back_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers |= {writer, back_writer}
+        await asyncio.gather(self._pump(reader, back_writer), self._pump(back_reader, writer))
+        self._writers -= {writer, back_writer}
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    def cut(self) -> None:
+        """Ends every connection where it stands."""
+        self.num_cut += len(self._writers)
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+Opener = Callable[..., AbstractAsyncContextManager[Page]]
+
+
+@pytest.fixture
+def service() -> LiveService:
+    return LiveService(step_s=0.05)
+
+
+@pytest.fixture
+async def proxy(service: LiveService) -> AsyncIterator[Proxy]:
+    async with serve_live(service) as address, running_gateway(address) as gateway:
+        proxy = Proxy(gateway)
+        server = await asyncio.start_server(proxy.pass_on, "127.0.0.1", 0)
+        proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"  # type: ignore[attr-defined]
+        yield proxy
+        proxy.is_open = False
+        server.close()
+        proxy.cut()
+
+
+@pytest.fixture
+def opened(proxy: Proxy, tmp_path: Path) -> Opener:
+    @asynccontextmanager
+    async def open_page(*scripts: str, autoplay: str = AUTOPLAY) -> AsyncIterator[Page]:
+        async with browser(tmp_path / "profile", autoplay) as page:
+            for script in (COUNTER, *scripts):
+                await page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+            await page.go(proxy.url)  # type: ignore[attr-defined]
+            await page.until("document.getElementById('num_frames').options.length > 0")
+            yield page
+            assert page.problems == []
+
+    return open_page
+
+
+async def start(page: Page, num_frames: int = 73, width: int = 256, height: int = 160) -> None:
+    """Fills in the form and submits it."""
+    await page.run(
+        f"""document.getElementById('prompt').value = 'an evening sun'; num_frames.value = '{num_frames}'; canvas.value = 'custom';
+        canvas.dispatchEvent(new Event('change')); width.value = '{width}'; height.value = '{height}';
+        form.requestSubmit()"""
+    )
+
+
+async def snap(page: Page, name: str) -> None:
+    """A screenshot for those who want to look: where H3STREAM_SCREENSHOTS names a directory."""
+    if directory := os.environ.get("H3STREAM_SCREENSHOTS"):
+        await page.screenshot(Path(directory) / f"{name}.png")
+
+
+async def test_a_clip_plays_while_the_rest_is_sampled(opened: Opener, service: LiveService) -> None:
+    async with opened() as page:
+        await page.resize(1280, 900)
+        await snap(page, "1-idle")
+        service.allow(1)
+        await start(page)
+        await page.until("!still.hidden && still.naturalWidth > 0")  # a picture before anything can be played
+        await snap(page, "2-still")
+        service.allow(3)
+        await page.until(f"{BUFFERED} > 1.4 && video.currentTime > 0.5")
+        assert service.jobs["job-0"].state == "running"
+        assert await page.run("video.muted && !video.paused && !unmute.hidden")
+        assert await page.run("document.querySelectorAll('#timeline li.chunk[data-state=ready]').length") == 3
+        await page.run("unmute.click()")
+        assert not await page.run("video.muted")
+        await snap(page, "3-playing")
+        service.allow(99)
+        await page.until(f"{ENDED} && artifacts.childElementCount === 3")
+        names = await page.run("[...artifacts.querySelectorAll('a')].map((link) => link.textContent)")
+        assert names == ["final.mp4", "stream.mp4"]
+        # Played to the end, the clip is the finished file and nothing of the stream is left.
+        await page.until("video.currentSrc.endsWith('/artifacts/final.mp4') && video.readyState > 0")
+        assert await page.run("video.duration") == pytest.approx(73 / 24, abs=0.05)
+        assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
+        await snap(page, "4-done")
+        await page.resize(1280, 900, is_dark=True)
+        await snap(page, "5-done-dark")
+
+
+async def test_a_cut_network_costs_nothing_but_time(opened: Opener, service: LiveService, proxy: Proxy) -> None:
+    async with opened() as page:
+        service.allow(2)
+        await start(page)
+        await page.until(f"{BUFFERED} > 0.6")
+        proxy.is_open = False
+        proxy.cut()
+        assert proxy.num_cut > 0
+        await page.until("!connection.hidden")
+        service.allow(4)
+        while len(service.jobs["job-0"].events) < 25:
+            await asyncio.sleep(0.02)
+        proxy.is_open = True
+        await page.until(f"connection.hidden && {BUFFERED} > 2")
+        service.allow(99)
+        await page.until(ENDED)
+        await page.until("video.ended || video.currentSrc.endsWith('final.mp4')")
+
+
+async def test_a_reload_finds_the_clip_again(opened: Opener, service: LiveService) -> None:
+    async with opened() as page:
+        service.allow(3)
+        await start(page)
+        await page.until(f"{BUFFERED} > 1.4")
+        assert await page.run("location.hash") == "#job=job-0"
+        await page.run("window.isOld = true")
+        await page.call("Page.reload")
+        await page.until(f"!window.isOld && {BUFFERED} > 1.4 && video.currentTime > 0.3")
+        assert len(service.jobs) == 1
+        service.allow(99)
+        await page.until(ENDED)
+        await page.run("window.isOld = true")
+        await page.call("Page.reload")
+        await page.until(f"!window.isOld && {ENDED} && artifacts.childElementCount === 3")
+        assert await page.run("cancel.hidden && !generate.disabled")
+
+
+async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: LiveService) -> None:
+    async with opened() as page:
+        before = await page.listeners("#video")
+        service.allow(3)
+        await start(page)
+        await page.until(f"{BUFFERED} > 1.4 && video.currentTime > 0.2")
+        assert await page.run("counts.buffers") == 1
+        assert len(await page.listeners("#video")) > len(before)
+        await page.run("document.getElementById('cancel').click()")
+        await page.until("phase.textContent === 'Cancelled'")
+        assert service.jobs["job-0"].state == "cancelled"
+        assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
+        assert await page.listeners("#video") == before
+        assert await page.run("!video.hasAttribute('src') && video.readyState === 0 && !generate.disabled")
+        assert await page.run("artifacts.querySelector('a').getAttribute('href')") == "api/jobs/job-0/stream.mp4"
+        await snap(page, "6-cancelled")
+        while service.num_attached:
+            await asyncio.sleep(0.01)
+        service.allow(99)
+        await start(page, 22)  # and the next clip plays
+        await page.until(f"{ENDED} && artifacts.childElementCount === 3")
+
+
+async def test_what_is_wrong_is_told_at_its_field(opened: Opener) -> None:
+    async with opened() as page:
+        await page.run("num_frames.add(new Option('wrong', '40')); num_frames.value = '40'; form.requestSubmit()")
+        await page.until("document.activeElement === num_frames && num_frames.getAttribute('aria-invalid') === 'true'")
+        assert "17k + 5" in await page.run("document.getElementById('num_frames-error').textContent")
+        assert not await page.run("generate.disabled")
+
+
+async def test_a_browser_that_refuses_to_start_offers_a_button(opened: Opener, service: LiveService) -> None:
+    refuse = """
+    const play = HTMLMediaElement.prototype.play;
+    HTMLMediaElement.prototype.play = function () {
+      return navigator.userActivation.isActive ? play.call(this)
+        : Promise.reject(new DOMException("a gesture is needed", "NotAllowedError"));
+    };
+    """
+    async with opened(refuse, autoplay=NO_AUTOPLAY) as page:
+        await start(page, 22)
+        await page.until("!document.getElementById('play').hidden")
+        await page.run("document.getElementById('play').focus()")
+        await page.press("Enter", 13, "\r")
+        await page.until("document.getElementById('play').hidden && video.currentTime > 0.2")
+
+
+@pytest.mark.parametrize("scripts", [(WITHOUT_MSE,), (WITHOUT_MSE, WITHOUT_HLS)], ids=["hls", "progressive"])
+async def test_without_media_source_extensions_it_plays_too(
+    opened: Opener, service: LiveService, scripts: tuple[str, ...]
+) -> None:
+    async with opened(*(["window.MediaSource ??= class {};"]), *scripts) as page:
+        hls = await page.run("video.canPlayType('application/vnd.apple.mpegurl') !== ''")
+        if not hls and len(scripts) == 1:
+            pytest.skip("this Chromium plays no HLS by itself")
+        service.allow(3)
+        await start(page)
+        await page.until("video.currentTime > 0.3")
+        assert service.jobs["job-0"].state == "running"
+        assert (await page.run("video.currentSrc")).endswith("index.m3u8" if hls else "stream.mp4")
+        service.allow(99)
+        await page.until(ENDED)
+        await page.until("video.currentSrc.endsWith('final.mp4')")
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+async def test_it_fits_a_phone(opened: Opener, service: LiveService, is_dark: bool) -> None:
+    async with opened() as page:
+        await page.resize(360, 740, is_dark=is_dark)
+        fits = "document.documentElement.scrollWidth <= 360"
+        await page.run("more.open = true")
+        assert await page.run(fits)
+        await snap(page, f"7-phone-form-{is_dark}")
+        service.allow(12)
+        await start(page, 362, 64, 96)
+        await page.until("video.currentTime > 0.2 && !document.getElementById('progress').hidden")
+        assert await page.run(fits)
+        small = "[...document.querySelectorAll('button, select, textarea, input[type=number]')]"
+        assert await page.run(f"{small}.filter((e) => e.offsetHeight > 0 && e.offsetHeight < 40).length") == 0
+        await snap(page, f"8-phone-playing-{is_dark}")
+
+
+async def test_the_keyboard_reaches_everything(opened: Opener, service: LiveService) -> None:
+    async with opened() as page:
+        reached = []
+        outline = "document.activeElement === document.body || getComputedStyle(document.activeElement).outlineStyle"
+        for _ in range(12):
+            await page.press("Tab", 9)
+            reached.append(await page.run("document.activeElement.id || document.activeElement.tagName"))
+            assert await page.run(outline) in (True, "solid"), reached
+        assert [name for name in ("prompt", "num_frames", "canvas", "generate") if name not in reached] == []
+        inputs = "[...document.querySelectorAll('input, select, textarea')]"
+        assert await page.run(f"{inputs}.filter((e) => !e.labels.length && !e.ariaLabel).map((e) => e.id)") == []

@@ -1,0 +1,63 @@
+// The gateway's HTTP API. Every failure is an ApiError.
+
+export class ApiError extends Error {
+  // status 0: the gateway was not reached.
+  constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [] } = {}) {
+    super(message);
+    this.status = status;
+    this.reason = reason;
+    this.violations = violations;
+  }
+
+  // Whether the same call may succeed later.
+  get isPassing() {
+    return this.status === 0 || this.status >= 502;
+  }
+}
+
+export const jobUrl = (jobId) => `api/jobs/${encodeURIComponent(jobId)}`;
+
+async function call(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (options?.signal?.aborted) throw error;
+    throw new ApiError(0);
+  }
+  if (response.ok) return response;
+  const { error } = await response.json().catch(() => ({}));
+  throw new ApiError(response.status, error ?? { reason: "HTTP_ERROR", message: `HTTP status ${response.status}` });
+}
+
+const json = async (path, options) => (await call(path, options)).json();
+
+export const serverInfo = () => json("api/info");
+export const getJob = (jobId) => json(jobUrl(jobId));
+export const cancelJob = (jobId) => json(jobUrl(jobId), { method: "DELETE" });
+
+export async function createJob(request) {
+  const headers = { "Content-Type": "application/json" };
+  return (await json("api/jobs", { method: "POST", headers, body: JSON.stringify(request) })).job_id;
+}
+
+// The bytes of one event's media: tried again until they are there, the signal is given or they cannot come.
+export async function mediaBytes(jobId, seq, signal) {
+  for (;;) {
+    try {
+      const response = await call(`${jobUrl(jobId)}/media/${seq}.mp4`, { signal });
+      return await response.arrayBuffer(); // a cut in the middle rejects: the length is known
+    } catch (error) {
+      signal.throwIfAborted();
+      if (error instanceof ApiError && !error.isPassing) throw error;
+    }
+    await pause(500, signal);
+  }
+}
+
+export function pause(milliseconds, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, milliseconds);
+    signal?.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });
+  });
+}

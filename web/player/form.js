@@ -1,0 +1,115 @@
+// The form: what it offers comes from the server, what it holds becomes a request, what is wrong is told at its field.
+
+const CANVASES = [[1376, 768], [768, 1376], [1024, 1024], [864, 480], [480, 864], [640, 640], [448, 256]];
+const FRAMES_PER_SECOND = 24;
+const $ = (id) => document.getElementById(id);
+
+export class Form {
+  #info = null;
+
+  constructor(onSubmit) {
+    $("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      onSubmit();
+    });
+    $("prompt").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+    });
+    $("canvas").addEventListener("change", () => this.#showCanvas());
+    for (const radio of $("form").elements.mode) radio.addEventListener("change", () => this.#showMode());
+  }
+
+  // Fills the choices with what the server offers; what has been chosen stays.
+  offer(info) {
+    const isFirst = this.#info === null;
+    this.#info = info;
+    const clip = info.default_clip;
+    if (!isFirst) return;
+    $("num_frames").replaceChildren(...info.valid_num_frames.map((frames) =>
+      new Option(`${(frames / FRAMES_PER_SECOND).toFixed(1)} s · ${frames} frames`, frames, false, frames === clip.num_frames)));
+    const canvases = [[clip.width, clip.height], ...CANVASES.filter(([width, height]) =>
+      width * height <= info.max_canvas_pixels && !(width === clip.width && height === clip.height))];
+    $("canvas").replaceChildren(
+      ...canvases.map(([width, height]) => new Option(`${width} × ${height}`, `${width}x${height}`)),
+      new Option("Custom…", "custom"));
+    $("seed").value = clip.seed;
+    $("adapter-list").replaceChildren(...info.adapters.filter((adapter) => !adapter.is_streaming).map(adapterRow));
+    $("adapters").hidden = $("adapter-list").childElementCount === 0;
+    this.#showCanvas();
+    this.#showMode();
+  }
+
+  request() {
+    const { elements } = $("form");
+    const request = { prompt: $("prompt").value, mode: elements.mode.value };
+    // Text that is no number goes as it is: the server says what is wrong with it.
+    for (const name of ["num_frames", "width", "height", "seed", "steps"])
+      if ($(name).value !== "") request[name] = Number($(name).value);
+    request.adapters = [...$("adapter-list").querySelectorAll("input[type=checkbox]:checked")].map((box) => {
+      const strength = box.closest(".choice").querySelector("input[type=number]").value;
+      return strength === "" ? { name: box.value } : { name: box.value, strength: Number(strength) };
+    });
+    if (!$("stills").checked) request.preview = { max_side: 0, every_steps: 1 };
+    return request;
+  }
+
+  // Shows what is wrong and moves the focus to the first field that is.
+  tell(error) {
+    this.clearErrors();
+    const elsewhere = [];
+    let first = null;
+    for (const { field, description } of error.violations ?? []) {
+      const name = field.split(/[.[]/)[0];
+      const place = document.querySelector(`[data-error="${CSS.escape(name)}"]`);
+      if (!place) {
+        elsewhere.push(description);
+        continue;
+      }
+      place.textContent = description;
+      const input = $(name);
+      if (input?.matches("input, textarea, select")) {
+        input.setAttribute("aria-invalid", "true");
+        first ??= input;
+      }
+      if (place.closest("#more")) $("more").open = true;
+      if (place.closest("#custom-canvas")) $("custom-canvas").hidden = false;
+    }
+    $("form-error").textContent = error.violations?.length ? elsewhere.join(" ") : error.message;
+    first?.focus();
+  }
+
+  clearErrors() {
+    for (const place of document.querySelectorAll("[data-error], #form-error")) place.textContent = "";
+    for (const input of document.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  }
+
+  #showCanvas() {
+    const choice = $("canvas").value;
+    $("custom-canvas").hidden = choice !== "custom";
+    if (choice !== "custom") [$("width").value, $("height").value] = choice.split("x");
+  }
+
+  #showMode() {
+    if (!this.#info) return;
+    const isDense = $("form").elements.mode.value === "dense";
+    $("steps").placeholder = (isDense ? this.#info.default_dense_clip : this.#info.default_clip).steps;
+  }
+}
+
+function adapterRow(adapter) {
+  const row = document.createElement("div");
+  const label = document.createElement("label");
+  const box = document.createElement("input");
+  const strength = document.createElement("input");
+  row.className = "choice";
+  label.className = "choice";
+  box.type = "checkbox";
+  box.value = adapter.name;
+  strength.type = "number";
+  strength.step = "any";
+  strength.placeholder = adapter.default_strength;
+  strength.setAttribute("aria-label", `Strength of ${adapter.name}`);
+  label.append(box, adapter.name);
+  row.append(label, strength);
+  return row;
+}

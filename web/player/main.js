@@ -1,0 +1,324 @@
+// The page: one job at a time, named in the address so that a reload finds it again.
+
+import { cancelJob, createJob, getJob, jobUrl, pause, serverInfo } from "./api.js";
+import { Follower } from "./follow.js";
+import { Form } from "./form.js";
+import { Player } from "./player.js";
+import { Timeline } from "./timeline.js";
+
+const $ = (id) => document.getElementById(id);
+const PHASES = {
+  queued: "Waiting in the queue",
+  encode: "Reading the prompt",
+  prefill: "Reading the prompt",
+  denoise: "Sampling",
+  commit: "Sampling",
+  decode: "Decoding",
+  finish: "Completing the files",
+};
+const ENDINGS = { succeeded: "Done", failed: "Failed", cancelled: "Cancelled" };
+
+const HINT = $("hint").textContent;
+const timeline = new Timeline($("timeline"));
+const form = new Form(submit);
+let session = null;
+
+// One job on the page. `close` leaves nothing of it behind but what is to be seen.
+class Session {
+  #follower;
+  #player;
+  #plan = null;
+  #numFragments = 0;
+  #hasMoved = false;
+
+  constructor(jobId) {
+    this.jobId = jobId;
+    show("working");
+    this.#player = this.#newPlayer();
+    this.#follower = new Follower(jobId, {
+      event: (name, data) => this[`on_${name}`]?.(data),
+      ended: (ending) => this.#end(ending),
+      connection: (isThere) => ($("connection").hidden = isThere),
+      gone: () => this.#gone(),
+    });
+  }
+
+  close() {
+    this.#follower.close();
+    this.#player?.dispose();
+    this.#player = null;
+    for (const id of ["video", "play", "unmute", "waiting", "thumb", "connection", "cancel"]) $(id).hidden = true;
+    $("video").controls = false;
+    timeline.stop();
+  }
+
+  play() {
+    $("play").hidden = true;
+    this.#player?.play();
+  }
+
+  on_accepted({ plan }) {
+    this.#plan = plan;
+    $("screen").style.setProperty("--aspect", plan.clip.width / plan.clip.height);
+    timeline.begin(plan);
+    plan.warnings.forEach(notice);
+    say("The job has been accepted", "");
+  }
+
+  on_phase_change({ phase, chunk_index }) {
+    timeline.phase(phase, chunk_index);
+    const chunk = chunk_index >= 0 ? ` chunk ${chunk_index + 1} of ${this.#plan.chunks.length}` : "";
+    say(PHASES[phase] ?? "Working", chunk && ["denoise", "decode"].includes(phase) ? chunk : "");
+  }
+
+  on_progress({ phase, chunk_index, step, num_steps, num_frames_emitted, queue_position }) {
+    if (phase === "denoise") timeline.step(chunk_index, step, num_steps);
+    const parts = [];
+    if (queue_position > 0) parts.push(`${queue_position} ahead`);
+    if (phase === "denoise" && step > 0) parts.push(`step ${step} of ${num_steps}`);
+    if (num_frames_emitted > 0) parts.push(`${seconds(num_frames_emitted)} of ${seconds(this.#plan.clip.num_frames)} made`);
+    $("detail").textContent = parts.join(" · ");
+  }
+
+  on_preview({ data, media_type, chunk_index }) {
+    const picture = this.#numFragments > 0 ? $("thumb") : $("still");
+    picture.src = `data:${media_type};base64,${data}`;
+    picture.alt = `Coarse still of ${chunk_index >= 0 ? `chunk ${chunk_index + 1}` : "the clip"}`;
+    picture.hidden = false;
+  }
+
+  on_init_segment({ seq, mime_type }) {
+    this.#player.start(seq, mime_type);
+  }
+
+  on_fragment({ seq, chunk_index }) {
+    timeline.ready(chunk_index);
+    this.#player.add(seq, this.#numFragments++ === 0);
+  }
+
+  on_stream_complete() {
+    this.#player.finish();
+    $("thumb").hidden = true;
+  }
+
+  on_job_warning(warning) {
+    notice(warning);
+  }
+
+  on_completed({ timings, audio_health }) {
+    timeline.complete();
+    const before = timings.num_frames_before_sampling_end;
+    $("facts").textContent =
+      `First pictures after ${timings.first_fragment_s.toFixed(1)} s, everything after ${timings.total_s.toFixed(1)} s. ` +
+      `${before} of ${this.#plan.clip.num_frames} frames left before the last chunk was sampled. ` +
+      `Seed ${this.#plan.clip.seed}, loudest sample ${audio_health.peak.toFixed(2)}.`;
+  }
+
+  async #end({ state, error }) {
+    say(ENDINGS[state] ?? state, "");
+    $("detail").textContent = "";
+    $("cancel").hidden = true;
+    $("generate").disabled = false;
+    if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
+    if (state !== "succeeded") {
+      this.close();
+      show("ended");
+      $("still").hidden = true;
+      $("hint").hidden = false;
+      $("hint").textContent = state === "cancelled" ? "This clip was cancelled." : "This clip could not be made.";
+      if (this.#numFragments > 0) offerPartial(this.jobId);
+      return;
+    }
+    const job = await this.#jobOrNothing();
+    if (session !== this) return;
+    if (job) offerFiles(job);
+    const whole = job?.artifacts.find(({ name }) => name === "final.mp4");
+    // From here on the element can fetch the finished file by itself.
+    this.#player.whenPlayed(() => {
+      this.#player.dispose();
+      this.#player = null;
+      const video = $("video");
+      video.controls = true;
+      video.src = whole ? `${jobUrl(this.jobId)}/artifacts/${whole.name}` : `${jobUrl(this.jobId)}/stream.mp4`;
+    });
+  }
+
+  async #jobOrNothing() {
+    for (let attempt = 0; attempt < 20; attempt++) {
+      try {
+        return await getJob(this.jobId);
+      } catch {
+        await pause(1000);
+      }
+    }
+    return null;
+  }
+
+  #gone() {
+    this.close();
+    session = null;
+    history.replaceState(null, "", location.pathname + location.search);
+    show("idle");
+    $("progress").hidden = true;
+    $("generate").disabled = false;
+    $("problem").textContent = "The server does not know this clip any more.";
+  }
+
+  #newPlayer() {
+    return new Player($("video"), this.jobId, {
+      onRefused: () => ($("play").hidden = false),
+      onProblem: (error) => ($("problem").textContent = `The clip cannot be played here: ${error.message}`),
+      onWaiting: () => ($("waiting").hidden = !this.#hasMoved || $("cancel").hidden || $("video").ended),
+      onPlaying: () => {
+        for (const id of ["waiting", "play", "still"]) $(id).hidden = true;
+        if (!this.#hasMoved) show("playing");
+        this.#hasMoved = true;
+      },
+    });
+  }
+}
+
+async function submit() {
+  form.clearErrors();
+  $("generate").disabled = true;
+  try {
+    const jobId = await createJob(form.request());
+    history.pushState(null, "", `#job=${encodeURIComponent(jobId)}`);
+    attach(jobId);
+    if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
+  } catch (error) {
+    $("generate").disabled = false;
+    form.tell(error);
+  }
+}
+
+function attach(jobId) {
+  session?.close();
+  for (const id of ["notices", "artifacts"]) $(id).replaceChildren();
+  for (const id of ["problem", "facts", "detail"]) $(id).textContent = "";
+  for (const id of ["results", "still"]) $(id).hidden = true;
+  timeline.clear();
+  $("video").muted = true;
+  showMuted();
+  $("progress").hidden = $("cancel").hidden = false;
+  $("cancel").disabled = false;
+  $("generate").disabled = true;
+  say("Connecting", "");
+  session = new Session(jobId);
+}
+
+// What the screen shows.
+function show(state) {
+  $("screen").dataset.state = state;
+  $("hint").hidden = state !== "idle";
+  $("hint").textContent = HINT;
+  $("video").hidden = state === "idle" || state === "ended";
+  $("unmute").hidden = state !== "playing";
+  if (state === "playing") $("video").controls = true;
+}
+
+function say(phase, more) {
+  const text = phase + more;
+  if ($("phase").textContent === text) return;
+  $("phase").textContent = text;
+  $("status").textContent = text;
+  document.title = `${phase} – h3stream`;
+}
+
+function notice({ message }) {
+  $("notices").append(item("li", message));
+}
+
+function offerFiles({ job_id, artifacts, removed_artifacts }) {
+  for (const { name, size_bytes, sha256 } of artifacts) {
+    const link = item("a", name);
+    link.href = `${jobUrl(job_id)}/artifacts/${encodeURIComponent(name)}`;
+    link.download = name;
+    link.title = `SHA-256 ${sha256}`;
+    addFile(link, size(size_bytes));
+  }
+  for (const { name, message } of removed_artifacts) addFile(item("span", name), `removed: ${message}`);
+  $("results").hidden = false;
+}
+
+function offerPartial(jobId) {
+  const link = item("a", "What was made until then");
+  link.href = `${jobUrl(jobId)}/stream.mp4`;
+  addFile(link, "stream.mp4");
+  $("results").hidden = false;
+}
+
+function addFile(link, about) {
+  const row = document.createElement("li");
+  row.append(link, item("span", about, "quiet"));
+  $("artifacts").append(row);
+}
+
+function item(kind, text, className = "") {
+  const element = document.createElement(kind);
+  element.textContent = text;
+  element.className = className;
+  return element;
+}
+
+function size(bytes) {
+  return bytes < 1e6 ? `${Math.ceil(bytes / 1e3)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
+}
+
+function seconds(frames) {
+  return `${(frames / 24).toFixed(1)} s`;
+}
+
+function showMuted() {
+  const { muted } = $("video");
+  $("unmute").textContent = muted ? "Unmute" : "Mute";
+  $("unmute").setAttribute("aria-pressed", String(!muted));
+}
+
+function jobInAddress() {
+  return new URLSearchParams(location.hash.slice(1)).get("job");
+}
+
+async function cancel() {
+  const { jobId } = session;
+  $("cancel").disabled = true;
+  say("Cancelling", "");
+  try {
+    await cancelJob(jobId); // the events tell the rest
+  } catch (error) {
+    $("cancel").disabled = false;
+    $("problem").textContent = `The job could not be cancelled: ${error.message}`;
+  }
+}
+
+async function findServer() {
+  for (;;) {
+    try {
+      const info = await serverInfo();
+      form.offer(info);
+      $("server").textContent = `${info.model_name} · server ${info.server_version}`;
+      return;
+    } catch (error) {
+      $("server").textContent = `Waiting for the server: ${error.message}`;
+      await pause(2000);
+    }
+  }
+}
+
+function followAddress() {
+  const jobId = jobInAddress();
+  if (jobId && jobId !== session?.jobId) attach(jobId);
+}
+
+$("cancel").addEventListener("click", cancel);
+$("play").addEventListener("click", () => session?.play());
+$("unmute").addEventListener("click", () => ($("video").muted = !$("video").muted));
+$("video").addEventListener("volumechange", showMuted);
+addEventListener("hashchange", followAddress);
+addEventListener("pagehide", () => session?.close());
+addEventListener("pageshow", ({ persisted }) => {
+  if (persisted && session) attach(session.jobId);
+});
+
+followAddress();
+findServer();
