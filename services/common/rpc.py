@@ -109,9 +109,13 @@ class ErrorInterceptor(aio.ServerInterceptor):
 async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
     if isinstance(error, aio.AbortError):
         raise error
-    if not isinstance(error, GenerationError):
+    if isinstance(error, aio.InternalError):
+        # A write that found no connection: every viewer that leaves may cause one, so it is no matter for the log.
+        log.debug("%s: the caller has gone", method)
+    elif not isinstance(error, GenerationError):
         # The caller learns that it failed, the log learns why.
         log.exception("%s failed", method)
+    if not isinstance(error, GenerationError):
         error = PhaseError(
             f"internal error in {method.rpartition('/')[2]} ({type(error).__name__}); see the server's log"
         )

@@ -1,0 +1,64 @@
+"""A server with one job of many bytes, in a process of its own so that its memory can be looked at.
+
+    python -m tests.service.big_job_server DIRECTORY
+
+Prints its address, and its resident bytes for every line it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
+from orchestrator.job import Job
+from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from services.common.rpc import RpcServer
+
+JOB_ID = "big"
+NUM_FRAGMENTS = 64
+FRAGMENT_BYTES = 500_000
+
+
+@dataclass
+class OneJob:
+    """As much of a scheduler as following a job takes."""
+
+    its: Job
+
+    def job(self, job_id: str) -> Job:
+        assert job_id == JOB_ID
+        return self.its
+
+
+async def main(directory: Path) -> None:
+    nothing: Any = None
+    plan = video_pb2.Plan(chunks=[video_pb2.ChunkPlan()] * NUM_FRAGMENTS)
+    job = Job(JOB_ID, "a fox", _Clip(), plan, directory)
+    job.emit(video_pb2.Accepted(plan=plan))
+    job.emit(types_pb2.InitSegment(data=b"init"))
+    for index in range(NUM_FRAGMENTS):
+        job.emit(types_pb2.Fragment(data=bytes([index]) * FRAGMENT_BYTES, chunk_index=index, is_keyframe=True))
+    job.emit(video_pb2.Completed())
+    job.end(None)
+    server = RpcServer((SERVICE_NAME,))
+    one_job: Any = OneJob(job)
+    servicer = VideoServicer(one_job, nothing, (), nothing)
+    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
+    print(await server.start("127.0.0.1:0"), flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(psutil.Process().memory_info().rss, flush=True)
+    await server.stop(grace_s=0)
+
+
+class _Clip:
+    steps = 1
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
