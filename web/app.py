@@ -140,7 +140,9 @@ class Gateway:
         from_seq = int(last) + 1 if last.isascii() and last.isdecimal() else 0
         if from_seq > job.num_events:
             raise HTTPException(400, f"event {last} has not come yet; there are {job.num_events}")
-        return LiveResponse(self._event_messages(job.job_id, from_seq), media_type="text/event-stream")
+        # nginx and its like would otherwise collect events before they pass them on.
+        headers = {"X-Accel-Buffering": "no"}
+        return LiveResponse(self._event_messages(job.job_id, from_seq), headers=headers, media_type="text/event-stream")
 
     async def _event_messages(self, job_id: str, from_seq: int) -> AsyncIterator[bytes]:
         yield b"retry: 1000\n\n"

@@ -47,6 +47,7 @@ class Proxy:
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
         self.is_open = True
+        self.is_silent = False
         self.num_cut = 0
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +62,8 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(65536):
-                writer.write(data)
+                if not self.is_silent:
+                    writer.write(data)
                 await writer.drain()
         except ConnectionError:
             pass
@@ -113,9 +115,9 @@ def opened(proxy: Proxy, tmp_path: Path) -> Opener:
 async def start(page: Page, num_frames: int = 73, width: int = 256, height: int = 160) -> None:
     """Fills in the form and submits it."""
     await page.run(
-        f"""document.getElementById('prompt').value = 'an evening sun'; num_frames.value = '{num_frames}'; canvas.value = 'custom';
-        canvas.dispatchEvent(new Event('change')); width.value = '{width}'; height.value = '{height}';
-        form.requestSubmit()"""
+        f"""document.getElementById('prompt').value = 'an evening sun'; num_frames.value = '{num_frames}';
+        canvas.value = 'custom'; canvas.dispatchEvent(new Event('change'));
+        width.value = '{width}'; height.value = '{height}'; form.requestSubmit()"""
     )
 
 
@@ -171,6 +173,24 @@ async def test_a_cut_network_costs_nothing_but_time(opened: Opener, service: Liv
         service.allow(99)
         await page.until(ENDED)
         await page.until("video.ended || video.currentSrc.endsWith('final.mp4')")
+
+
+async def test_a_connection_that_only_falls_silent_is_made_anew(
+    opened: Opener, service: LiveService, proxy: Proxy
+) -> None:
+    impatient = "const wait = setTimeout; window.setTimeout = (f, ms) => wait(f, ms === 10000 ? 1500 : ms);"
+    async with opened(impatient) as page:
+        service.allow(2)
+        await start(page, 39)
+        await page.until(f"{BUFFERED} > 0.6")
+        proxy.is_silent = True
+        service.allow(99)
+        while service.jobs["job-0"].state == "running":
+            await asyncio.sleep(0.02)
+        await page.until("!connection.hidden")
+        proxy.is_silent = False
+        proxy.cut()  # what it has swallowed does not come back
+        await page.until(f"connection.hidden && {ENDED}")
 
 
 async def test_a_reload_finds_the_clip_again(opened: Opener, service: LiveService) -> None:

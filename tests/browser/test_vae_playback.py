@@ -1,7 +1,8 @@
 """Streams played by a real browser through Media Source Extensions.
 
 Headless Chromium opens a page from a local server; the page appends the init segment and the fragments one by one,
-plays them and posts what it saw back, so nothing but the standard library drives the browser.
+plays them, from the start and as late viewers do, and posts what it saw back, so nothing but the standard library
+drives the browser.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ IMPULSE = 12_345
 
 
 @contextmanager
-def served(clip: MuxedClip) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
+def served(clip: MuxedClip, first_fragments: list[int]) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]:
     """A server with the page and the clip; yields its address and the reports that arrive."""
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    told = {
+        "mimeType": clip.mime_type,
+        "numFragments": len(clip.fragments),
+        "firstFragments": first_fragments,
+        "playbackRate": 4,
+    }
     files = {
         "/": PAGE.read_bytes(),
-        "/clip.json": json.dumps({"mimeType": clip.mime_type, "numFragments": len(clip.fragments)}).encode(),
+        "/clip.json": json.dumps(told).encode(),
         "/init": clip.init_segment,
         "/whole": clip.stream,
         **{f"/fragment/{i}": data for i, data in enumerate(clip.fragments)},
@@ -77,12 +84,12 @@ def served(clip: MuxedClip) -> Iterator[tuple[str, queue.Queue[dict[str, Any]]]]
             thread.join()
 
 
-def play(clip: MuxedClip, profile: Path) -> dict[str, Any]:
-    """What a browser reports after playing the clip to its end."""
+def play(clip: MuxedClip, first_fragments: list[int], profile: Path) -> dict[str, Any]:
+    """What a browser reports after playing the clip to its end, from each of these fragments."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("needs Chromium: apt-get install -y chromium")
-    with served(clip) as (address, reports):
+    with served(clip, first_fragments) as (address, reports):
         command = [program, *CHROMIUM_FLAGS, f"--user-data-dir={profile}", address]
         browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -92,29 +99,41 @@ def play(clip: MuxedClip, profile: Path) -> dict[str, Any]:
             browser.wait(timeout=30)
 
 
-@pytest.mark.parametrize(("num_frames", "width", "height"), [(22, 64, 64), (39, 96, 64), (73, 256, 160)])
-def test_a_browser_plays_every_frame(tmp_path: Path, num_frames: int, width: int, height: int) -> None:
+@pytest.mark.parametrize(
+    ("num_frames", "width", "height", "first_fragments"),
+    [(22, 32, 32, [0, 1]), (39, 96, 416, [0]), (73, 256, 160, [0, 1, 2, 3, 4]), (362, 32, 32, [0, 21])],
+    ids=["smallest canvas", "odd aspect", "late at each chunk", "longest clip"],
+)
+def test_a_browser_plays_every_frame(
+    tmp_path: Path, num_frames: int, width: int, height: int, first_fragments: list[int]
+) -> None:
     rng = np.random.default_rng(0)
     pcm = np.zeros((2, num_samples(num_frames)), np.float32)
     pcm[:, IMPULSE] = 0.9
     clip = mux_clip(
         num_frames, width, height, lambda i: rng.integers(0, 256, (height, width, 3), np.uint8), pcm, tmp_path / "clip"
     )
-    report = play(clip, tmp_path / "profile")
+    report = play(clip, first_fragments, tmp_path / "profile")
     print(report)
     assert "error" not in report, report
     assert report["isSupported"]
-    assert report["size"] == [width, height]
-    assert report["totalFrames"] == num_frames
-    assert report["corruptedFrames"] == 0
-    # Both tracks are there from the first instant, without a gap, up to the end of each chunk's pictures.
-    assert report["bufferedRanges"] == 1
-    assert report["bufferedStart"] == pytest.approx(0, abs=1e-3)
-    ends = [17 * (i + 1) / 24 for i in range(len(clip.fragments) - 1)]
-    assert report["bufferedEnds"][:-1] == pytest.approx(ends, abs=2e-3)
-    assert report["declaredDuration"] == pytest.approx(max(num_frames / 24, num_samples(num_frames) / 32_000), abs=1e-3)
-    # Pictures come at their own times; which of them the compositor shows depends on the machine's load.
-    frames = [time * 24 for time in report["mediaTimes"]]
-    assert frames == pytest.approx([round(frame) for frame in frames], abs=1e-2)
-    assert report["decodedAudioBytes"] > 0
     assert abs(report["loudestSample"] - IMPULSE) <= 32
+    assert [played["first"] for played in report["plays"]] == first_fragments
+    for played in report["plays"]:
+        first = 17 * played["first"]
+        assert played["size"] == [width, height]
+        assert played["totalFrames"] == num_frames - first
+        assert played["corruptedFrames"] == 0
+        # Both tracks are there from the first instant (a late start has its sound from the next AAC frame on), without
+        # a gap, up to the end of each chunk's pictures.
+        assert played["bufferedRanges"] == 1
+        assert -1e-3 < played["bufferedStart"] - first / 24 < (1e-3 if first == 0 else 1024 / 32_000)
+        ends = [17 * (i + 1) / 24 for i in range(played["first"], len(clip.fragments) - 1)]
+        assert played["bufferedEnds"][:-1] == pytest.approx(ends, abs=2e-3)
+        duration = max(num_frames / 24, num_samples(num_frames) / 32_000)
+        assert played["declaredDuration"] == pytest.approx(duration, abs=1e-3)
+        # Pictures come at their own times; which of them the compositor shows depends on the machine's load.
+        frames = [time * 24 for time in played["mediaTimes"]]
+        assert frames == pytest.approx([round(frame) for frame in frames], abs=1e-2)
+        assert all(round(frame) >= first for frame in frames)
+        assert played["decodedAudioBytes"] > 0

@@ -1,5 +1,8 @@
 // The gateway's HTTP API. Every failure is an ApiError.
 
+// A piece of media is below 1 MiB; a call that takes longer than this hangs.
+const TIMEOUT_MS = 20_000;
+
 export class ApiError extends Error {
   // status 0: the gateway was not reached.
   constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [] } = {}) {
@@ -33,7 +36,7 @@ async function call(path, options) {
 const json = async (path, options) => (await call(path, options)).json();
 
 export const serverInfo = () => json("api/info");
-export const getJob = (jobId) => json(jobUrl(jobId));
+export const getJob = (jobId) => json(jobUrl(jobId), { signal: AbortSignal.timeout(TIMEOUT_MS) });
 export const cancelJob = (jobId) => json(jobUrl(jobId), { method: "DELETE" });
 
 export async function createJob(request) {
@@ -45,7 +48,8 @@ export async function createJob(request) {
 export async function mediaBytes(jobId, seq, signal) {
   for (;;) {
     try {
-      const response = await call(`${jobUrl(jobId)}/media/${seq}.mp4`, { signal });
+      const limited = AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MS)]);
+      const response = await call(`${jobUrl(jobId)}/media/${seq}.mp4`, { signal: limited });
       return await response.arrayBuffer(); // a cut in the middle rejects: the length is known
     } catch (error) {
       signal.throwIfAborted();

@@ -7,12 +7,15 @@ const NAMES = [
   "completed", "event",
 ];
 const RETRY_MS = 1000;
+// A job says something every 2 seconds: a connection that is silent for so long is dead, whatever the browser thinks.
+const SILENCE_MS = 10_000;
 
 export class Follower {
   #jobId;
   #handlers;
   #source = null;
   #timer = 0;
+  #watch = 0;
   #lastSeq = -1;
 
   // handlers: event(name, data), ended({state, error}), connection(isThere), gone(error): there is no such job.
@@ -24,6 +27,7 @@ export class Follower {
 
   close() {
     clearTimeout(this.#timer);
+    clearTimeout(this.#watch);
     this.#handlers = null;
     this.#source?.close();
     this.#source = null;
@@ -33,6 +37,7 @@ export class Follower {
     const resume = this.#lastSeq < 0 ? "" : `?last_event_id=${this.#lastSeq}`;
     const source = new EventSource(`${jobUrl(this.#jobId)}/events${resume}`);
     this.#source = source;
+    this.#expect();
     source.onopen = () => this.#handlers?.connection(true);
     source.onerror = () => this.#reopen();
     for (const name of NAMES) source.addEventListener(name, (message) => this.#receive(name, message));
@@ -43,12 +48,19 @@ export class Follower {
     });
   }
 
+  // Gives the connection until the next sign of life.
+  #expect() {
+    clearTimeout(this.#watch);
+    this.#watch = setTimeout(() => this.#reopen(), SILENCE_MS);
+  }
+
   // By itself an EventSource gives up for good when it is answered with anything but a stream.
   #reopen() {
     if (!this.#handlers) return;
     this.#source.close();
     this.#handlers.connection(false);
     clearTimeout(this.#timer);
+    clearTimeout(this.#watch);
     this.#timer = setTimeout(async () => {
       const error = await getJob(this.#jobId).then(() => null, (reason) => reason);
       if (!this.#handlers) return;
@@ -66,6 +78,7 @@ export class Follower {
     if (!this.#handlers || seq <= this.#lastSeq) return;
     if (seq !== this.#lastSeq + 1) return this.#reopen();
     this.#lastSeq = seq;
+    this.#expect();
     this.#handlers.event(name, JSON.parse(message.data));
   }
 }

@@ -16,6 +16,7 @@ export class Form {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
     });
     $("canvas").addEventListener("change", () => this.#showCanvas());
+    $("other-seed").addEventListener("click", () => ($("seed").value = crypto.getRandomValues(new Uint32Array(1))[0]));
     for (const radio of $("form").elements.mode) radio.addEventListener("change", () => this.#showMode());
   }
 
@@ -26,7 +27,7 @@ export class Form {
     const clip = info.default_clip;
     if (!isFirst) return;
     $("num_frames").replaceChildren(...info.valid_num_frames.map((frames) =>
-      new Option(`${(frames / FRAMES_PER_SECOND).toFixed(1)} s · ${frames} frames`, frames, false, frames === clip.num_frames)));
+      new Option(`${(frames / FRAMES_PER_SECOND).toFixed(1)} s (${frames})`, frames, false, frames === clip.num_frames)));
     const canvases = [[clip.width, clip.height], ...CANVASES.filter(([width, height]) =>
       width * height <= info.max_canvas_pixels && !(width === clip.width && height === clip.height))];
     $("canvas").replaceChildren(
