@@ -64,6 +64,8 @@ class Job:
         self.error: GenerationError | None = None
         self.created_s = wall_clock()
         self.ended_s: float | None = None
+        self.artifacts: list[types_pb2.Artifact] = []
+        self.removed_artifacts: list[video_pb2.RemovedArtifact] = []
         self.num_frames_emitted = 0
         self.phase = Phase.QUEUED
         self.last_event_s = clock()
@@ -151,6 +153,8 @@ class Job:
             plan=self.plan,
             num_events=len(self.log),
             num_frames_emitted=self.num_frames_emitted,
+            artifacts=self.artifacts if self.state == video_pb2.JOB_STATE_SUCCEEDED else (),
+            removed_artifacts=self.removed_artifacts,
         )
         message.create_time.FromNanoseconds(int(self.created_s * 1e9))
         if self.ended_s is not None:

@@ -17,11 +17,12 @@ from h3stream.codec import (
     refuse_unknown_fields,
     request_from_proto,
 )
-from h3stream.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.request import ClipSpec, GenerateRequest, invalid_request
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings
+from orchestrator.download import find_artifact, read_artifact
 from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
@@ -61,8 +62,12 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     async def DownloadArtifact(
         self, request: video_pb2.DownloadArtifactRequest, context: Any
     ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
-        raise UnsupportedError("artifacts cannot be downloaded yet")
-        yield
+        refuse_unknown_fields(request)
+        job = self._scheduler.job(request.job_id)
+        artifact = find_artifact(job, request.name)
+        yield video_pb2.DownloadArtifactResponse(artifact=artifact)
+        async for data in read_artifact(job, artifact, request.offset_bytes):
+            yield video_pb2.DownloadArtifactResponse(data=data)
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         refuse_unknown_fields(request)

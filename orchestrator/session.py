@@ -58,6 +58,7 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         job.emit(warning)
     for artifact in finished.artifacts:
         artifact.relative_path = f"jobs/{job.job_id}/{artifact.relative_path}"
+    job.artifacts = list(finished.artifacts)
     job.emit(
         video_pb2.Completed(
             artifacts=finished.artifacts,

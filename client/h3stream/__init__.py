@@ -12,6 +12,7 @@
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.client import Client, Generation
 from h3stream.errors import (
+    ArtifactNotFoundError,
     BrokenStreamError,
     DeadlineError,
     DeviceMemoryError,
@@ -56,6 +57,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterUse",
     "Artifact",
+    "ArtifactNotFoundError",
     "AsyncClient",
     "AsyncGeneration",
     "AudioHealth",

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from h3stream.aio import AsyncClient
+from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.delivery import STANDARD_OUTPUT, Ending, deliver
 from h3stream.embedded import (
     MODEL_SETTINGS,
@@ -30,8 +30,9 @@ from h3stream.embedded import (
 )
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
 from h3stream.progress import Tally
-from h3stream.report import adapter_table, describe_error, plan_table, say
+from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
 from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest
+from h3stream.stream import RECONNECT_S
 
 Answer = TypeVar("Answer")
 
@@ -74,27 +75,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(arguments: argparse.Namespace) -> int:
     """`h3stream generate`: makes a clip."""
     request = _request(arguments)
-    output: str = arguments.output
-    is_piped = output == STANDARD_OUTPUT
-    if is_piped and sys.stdout.isatty():
-        say(
-            "h3stream: standard output is a terminal; pipe it into a player, e.g. h3stream generate ... -o - | ffplay -"
-        )
+    if not _can_write(arguments.output):
         return EXIT_BAD_INPUT
-    if not is_piped and Path(output).is_dir():
-        say(f"h3stream: cannot write {output or repr(output)}: it is a directory")
-        return EXIT_BAD_INPUT
-    if not is_piped and not Path(output).absolute().parent.is_dir():
-        say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
-        return EXIT_BAD_INPUT
-    tally = Tally()
+    # A server that was started for this command does not come back.
+    reconnect_s = RECONNECT_S if arguments.server else 0.0
     with _server(arguments) as address:
-        ending = asyncio.run(deliver(address, request, output, tally))
-    if ending is Ending.WHOLE:
-        (say if is_piped else _print)("\n".join(tally.summary()))
-        if not is_piped:
-            _print(output)
-    return STATUS_OF_ENDING[ending]
+        return _deliver(address, lambda client: client.generate(request, reconnect_s=reconnect_s), arguments.output)
+
+
+def attach(arguments: argparse.Namespace) -> int:
+    """`h3stream attach`: follows a job."""
+    if not _can_write(arguments.output):
+        return EXIT_BAD_INPUT
+    return _deliver(
+        arguments.server,
+        lambda client: client.attach(arguments.job_id, from_chunk=arguments.from_chunk, live=arguments.live),
+        arguments.output,
+        owns_job=False,
+    )
 
 
 def plan(arguments: argparse.Namespace) -> None:
@@ -149,6 +147,23 @@ def cancel(arguments: argparse.Namespace) -> None:
     _print(_ask(arguments.server, lambda client: client.cancel(arguments.job_id)).state)
 
 
+def download(arguments: argparse.Namespace) -> int:
+    """`h3stream download`: fetches an artifact of a finished job, or lists them."""
+    job_id, name = arguments.job_id, arguments.name
+    if name is None:
+        known = _ask(arguments.server, lambda client: client.job(job_id))
+        _print("\n".join(artifact_table(known)))
+        return 0
+    path: str = name if arguments.output is None else arguments.output
+    try:
+        _ask(arguments.server, lambda client: client.download(job_id, name, path))
+    except OSError as error:
+        say(f"h3stream: cannot write {path}: {error.strerror}")
+        return EXIT_FAILED
+    _print(path)
+    return 0
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The commands and their arguments; the parsed `run` is the function to call."""
     parser = argparse.ArgumentParser(
@@ -158,9 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("generate", help="make a clip", allow_abbrev=False)
-    command.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help='file to write, or "-" for standard output'
-    )
+    _add_output_argument(command)
     _add_request_arguments(command)
     command.add_argument(
         "--cancel-on-disconnect",
@@ -198,10 +211,32 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("job_id", metavar="JOB")
         command.add_argument("--server", required=True, metavar="HOST:PORT")
         command.set_defaults(run=run)
+    command = commands.add_parser(
+        "download", help="fetch an artifact of a finished job; without a name, list them", allow_abbrev=False
+    )
+    command.add_argument("job_id", metavar="JOB")
+    command.add_argument("name", metavar="NAME", nargs="?", help="the artifact, e.g. final.mp4")
+    command.add_argument("-o", "--output", metavar="FILE", help="file to write (default: the artifact's name)")
+    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    command.set_defaults(run=download)
+    command = commands.add_parser("attach", help="follow a job and save its clip", allow_abbrev=False)
+    command.add_argument("job_id", metavar="JOB")
+    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    _add_output_argument(command)
+    start = command.add_mutually_exclusive_group()
+    start.add_argument("--from-chunk", type=int, metavar="N", help="start at this chunk (default: at the beginning)")
+    start.add_argument("--live", action="store_true", help="start where the job is")
+    command.set_defaults(run=attach)
     command = commands.add_parser("info", help="tell the server's versions, limits and defaults", allow_abbrev=False)
     command.add_argument("--server", required=True, metavar="HOST:PORT")
     command.set_defaults(run=info)
     return parser
+
+
+def _add_output_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help='file to write, or "-" for standard output'
+    )
 
 
 def _add_request_arguments(command: argparse.ArgumentParser) -> None:
@@ -234,6 +269,38 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         help="an adapter of the server's to sample with (`h3stream adapters` lists them), at its own strength or this; "
         "may be given several times",
     )
+
+
+def _can_write(output: str) -> bool:
+    """Whether a clip may be written there; tells the user if not."""
+    if output == STANDARD_OUTPUT:
+        if sys.stdout.isatty():
+            say(
+                "h3stream: standard output is a terminal; pipe it into a player, "
+                "e.g. h3stream generate ... -o - | ffplay -"
+            )
+        return not sys.stdout.isatty()
+    if Path(output).is_dir():
+        say(f"h3stream: cannot write {output or repr(output)}: it is a directory")
+        return False
+    if not Path(output).absolute().parent.is_dir():
+        say(f"h3stream: cannot write {output}: {Path(output).absolute().parent} is no directory")
+        return False
+    return True
+
+
+def _deliver(
+    address: str, follow: Callable[[AsyncClient], AsyncGeneration], output: str, *, owns_job: bool = True
+) -> int:
+    """Writes a clip and tells how it went; returns the exit status."""
+    tally = Tally()
+    ending = asyncio.run(deliver(address, follow, output, tally, owns_job=owns_job))
+    if ending is Ending.WHOLE:
+        is_piped = output == STANDARD_OUTPUT
+        (say if is_piped else _print)("\n".join(tally.summary()))
+        if not is_piped:
+            _print(output)
+    return STATUS_OF_ENDING[ending]
 
 
 def _window(text: str) -> Any:

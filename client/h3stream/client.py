@@ -12,9 +12,11 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from h3stream import codec
+from h3stream.artifact_file import ArtifactFile
 from h3stream.channel import CHANNEL_OPTIONS
 from h3stream.clip_file import ClipFile
-from h3stream.events import Completed, Event, Plan
+from h3stream.errors import InvalidRequestError
+from h3stream.events import Artifact, Completed, Event, Plan
 from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.request import GenerateRequest, RequestOptions, make_request
 from h3stream.status import from_rpc_error
@@ -152,6 +154,26 @@ class Client:
         """Cancels a job; returns it once its lane is free. Changes nothing if it has ended."""
         request = video_pb2.CancelJobRequest(job_id=job_id)
         return codec.job_from_proto(self._call(self._stub.CancelJob, request).job)
+
+    def download(self, job_id: str, name: str, path: str | os.PathLike[str]) -> Artifact:
+        """Downloads an artifact of a finished job to the file `path`, which appears once it is whole and verified.
+
+        What arrives is kept in `path` + ".part", and a download that broke off goes on from there. Raises OSError if
+        the file cannot be written.
+        """
+        with ArtifactFile(path) as file:
+            while True:
+                request = video_pb2.DownloadArtifactRequest(job_id=job_id, name=name, offset_bytes=file.num_bytes)
+                try:
+                    for response in self._stub.DownloadArtifact(request):
+                        file.take(response)
+                except grpc.RpcError as rpc_error:
+                    error = from_rpc_error(rpc_error)
+                    if not isinstance(error, InvalidRequestError) or not file.start_anew():
+                        raise error from rpc_error
+                    continue  # what was left is longer than the artifact
+                if (artifact := file.keep()) is not None:
+                    return artifact
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The adapters that requests may name, in order of their names."""

@@ -242,6 +242,12 @@ def job_from_proto(message: video_pb2.Job) -> Job:
     return value
 
 
+def artifact_from_proto(message: types_pb2.Artifact) -> events.Artifact:
+    """The artifact of a message."""
+    value: events.Artifact = _MIRROR.from_message(message)
+    return value
+
+
 def server_info_to_proto(info: ServerInfo) -> video_pb2.GetServerInfoResponse:
     """The wire form of a server's facts."""
     return _MIRROR.to_message(info, video_pb2.GetServerInfoResponse)

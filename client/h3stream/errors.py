@@ -9,6 +9,7 @@
     │  ├─ ModelLoadingError
     │  └─ WorkerLostError
     ├─ JobNotFoundError           NOT_FOUND
+    ├─ ArtifactNotFoundError      NOT_FOUND            the job has no such artifact, or no longer
     ├─ JobCancelledError          CANCELLED            the job was cancelled, by whomever
     ├─ DeadlineError              DEADLINE_EXCEEDED    a call took too long, or a job stood still
     ├─ BrokenStreamError          DATA_LOSS            events are missing, doubled or out of order
@@ -130,6 +131,12 @@ class JobNotFoundError(GenerationError):
     """There is no such job."""
 
     reason = "JOB_NOT_FOUND"
+
+
+class ArtifactNotFoundError(GenerationError):
+    """The job has no such artifact, or it is no longer there as the job left it."""
+
+    reason = "ARTIFACT_NOT_FOUND"
 
 
 class JobCancelledError(GenerationError):

@@ -6,7 +6,7 @@ import sys
 
 from h3stream.errors import GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Plan
-from h3stream.job import AdapterInfo
+from h3stream.job import AdapterInfo, Job
 from h3stream.request import ClipSpec
 
 
@@ -41,6 +41,14 @@ def adapter_table(adapters: tuple[AdapterInfo, ...]) -> list[str]:
     rows = [heading, *(_adapter_row(adapter) for adapter in adapters)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def artifact_table(job: Job) -> list[str]:
+    """The artifacts of a job in lines, a heading first; then those that have been removed."""
+    rows = [("name", "bytes", "sha256"), *((a.name, str(a.size_bytes), a.sha256) for a in job.artifacts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gone = [f"{removed.name} has been removed: {removed.message}" for removed in job.removed_artifacts]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + gone
 
 
 def describe_error(error: GenerationError) -> str:

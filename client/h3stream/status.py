@@ -35,6 +35,7 @@ STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
     errors.ModelLoadingError: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerLostError: grpc.StatusCode.UNAVAILABLE,
     errors.JobNotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.ArtifactNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.JobCancelledError: grpc.StatusCode.CANCELLED,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.BrokenStreamError: grpc.StatusCode.DATA_LOSS,

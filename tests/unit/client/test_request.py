@@ -24,7 +24,7 @@ def test_what_is_left_out_is_left_to_the_server() -> None:
     request = GenerateRequest("a fox")
     left_out = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "prompt"}
     assert left_out.pop("cancel_on_disconnect") is False
-    assert left_out.pop("adapters") == ()
+    assert left_out.pop("adapters") == left_out.pop("artifacts") == ()
     assert set(left_out.values()) == {None}
 
 
