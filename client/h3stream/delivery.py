@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from enum import Enum
 
 from h3stream.aio import AsyncClient, AsyncGeneration
@@ -14,7 +15,6 @@ from h3stream.clip_file import ClipFile
 from h3stream.errors import GenerationError
 from h3stream.progress import Display, Lines, LiveBar, Tally
 from h3stream.report import say
-from h3stream.request import GenerateRequest
 
 STANDARD_OUTPUT = "-"
 DEFAULT_COLUMNS = 80
@@ -30,29 +30,38 @@ class Ending(Enum):
     NOT_WRITTEN = "not written"
 
 
-async def deliver(address: str, request: GenerateRequest, output: str, tally: Tally) -> Ending:
-    """Makes a clip and writes it to a file, or to standard output, while showing how far it is.
+async def deliver(
+    address: str, follow: Callable[[AsyncClient], AsyncGeneration], output: str, tally: Tally, *, owns_job: bool
+) -> Ending:
+    """Writes a clip to a file, or to standard output, while showing how far it is.
 
-    Where it ends early, the job is cancelled and the user told. Raises GenerationError if the job fails.
+    follow: makes the clip, or follows the job that does.  owns_job: where this ends early, the job is cancelled.
+
+    The user is told of an early end. Raises GenerationError if the job fails.
     """
+
+    async def leave() -> str:
+        job_id = events.job_id
+        return await _cancel(client, job_id) if owns_job else f"job {job_id} goes on"
+
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as asyncio does for Ctrl-C
-    async with AsyncClient(address) as client, client.generate(request) as events:
+    async with AsyncClient(address) as client, follow(client) as events:
         try:
             await _write(events, output, tally)
         except asyncio.CancelledError:
             task.uncancel()
-            say(f"h3stream: interrupted; {await _cancel(client, events.job_id)}{_kept(output, tally)}")
+            say(f"h3stream: interrupted; {await leave()}{_kept(output, tally)}")
             return Ending.INTERRUPTED
         except OSError as error:
             if output == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
-                say(f"h3stream: the reader has gone; {await _cancel(client, events.job_id)}")
+                say(f"h3stream: the reader has gone; {await leave()}")
                 return Ending.READER_GONE
-            say(f"h3stream: cannot write {output}: {error.strerror}; {await _cancel(client, events.job_id)}")
+            say(f"h3stream: cannot write {output}: {error.strerror}; {await leave()}")
             return Ending.NOT_WRITTEN
         except GenerationError:
-            if events.job_id:
+            if tally.num_chunks:  # it had been accepted
                 say(f"h3stream: the clip is not whole{_kept(output, tally)}")
             raise
     return Ending.WHOLE
@@ -91,4 +100,4 @@ async def _cancel(client: AsyncClient, job_id: str) -> str:
 def _kept(output: str, tally: Tally) -> str:
     if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
         return ""
-    return f"; {output} keeps the {tally.num_frames_emitted} of {tally.num_frames} frames that had arrived"
+    return f"; {output} keeps the {tally.num_frames_received} of {tally.num_frames} frames that had arrived"

@@ -31,6 +31,9 @@ class Tally:
         self.num_frames = 0
         """Frames of the whole clip."""
         self.num_frames_emitted = 0
+        """Frames up to the end of the last fragment."""
+        self.num_frames_received = 0
+        """Fewer where the stream was joined at a later chunk."""
         self.first_fragment_s: float | None = None
         """Seconds from the start of the call to the first fragment's arrival."""
         self.warnings: list[str] = []
@@ -60,7 +63,8 @@ class Tally:
                 self._move(event.phase, event.chunk_index, event.step)
                 self.queue_position = event.queue_position
             case Fragment():
-                self.num_frames_emitted += event.num_frames
+                self.num_frames_emitted = event.first_frame + event.num_frames
+                self.num_frames_received += event.num_frames
                 if self.first_fragment_s is None:
                     self.first_fragment_s = elapsed_s
             case JobWarning():
@@ -97,11 +101,13 @@ class Tally:
         if self.stream is None or self.completed is None or self.first_fragment_s is None:
             return []
         early = self.completed.timings.num_frames_before_sampling_end
+        num_missed = self.stream.num_frames - self.num_frames_received
         return [
             f"first fragment after {self.first_fragment_s:.1f} s; "
             f"{early} of {self.num_frames} frames were out before sampling ended",
             f"{self.stream.num_frames} frames, {self.stream.num_samples} samples, {self.stream.num_bytes} bytes "
             f"in {self.stream.num_fragments} fragments; {self.completed.timings.total_s:.1f} s in all",
+            *([f"joined at frame {num_missed}: the clip begins there"] if num_missed else []),
             *(WARNING + message for message in self.warnings),
         ]
 

@@ -69,6 +69,31 @@ async def test_generate_writes_the_stream_and_tells_how_it_went(run: Run, tmp_pa
     assert lines[2:] == [f"warning: {NOTICE}", "warning: 3 audio samples are at full scale", "clip.mp4"]
 
 
+async def test_attach_saves_the_clip_of_a_job_from_its_start(run: Run, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "made.mp4")
+    result = await run("attach", "job-0", "-o", "clip.mp4")
+    assert result.status == 0, result.err
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+    assert result.out.decode().splitlines()[-1] == "clip.mp4"
+    assert "joined" not in result.out.decode()
+
+
+@pytest.mark.parametrize("start", [["--from-chunk", "2"], ["--live"]], ids=" ".join)
+async def test_attach_joins_a_job_where_it_is_told(run: Run, tmp_path: Path, start: list[str]) -> None:
+    await run("generate", "a fox", "-o", "made.mp4")
+    result = await run("attach", "job-0", "-o", "clip.mp4", *start)
+    assert result.status == 0, result.err
+    init, *_, last = [event.media for event in events_of(PLAN) if event.media]
+    assert (tmp_path / "clip.mp4").read_bytes() == init + last
+    assert "joined at frame 17: the clip begins there" in result.out.decode().splitlines()
+
+
+async def test_attach_to_a_job_that_is_not_there_fails(run: Run, tmp_path: Path) -> None:
+    result = await run("attach", "job-7", "-o", "clip.mp4")
+    assert (result.status, result.err.splitlines()[0]) == (1, "h3stream: JOB_NOT_FOUND: there is no job 'job-7'")
+    assert not (tmp_path / "clip.mp4").exists()
+
+
 async def test_progress_that_is_no_terminal_is_plain_lines(run: Run) -> None:
     result = await run("generate", "a fox", "-o", "clip.mp4")
     assert "\r" not in result.err
