@@ -28,6 +28,7 @@ from h3stream.events import (
     PhaseChange,
     Plan,
     PlanWarning,
+    Preview,
     Progress,
     StreamComplete,
     Timings,
@@ -82,7 +83,7 @@ def plan_of(request: GenerateRequest) -> Plan:
 
 
 def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
-    """The events of a job in which everything goes well."""
+    """The events of a job in which everything goes well; stills are among them only if the request names them."""
     seq = 0
     frames = 0
 
@@ -104,6 +105,13 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
                 Progress, phase="denoise", chunk_index=chunk_index, num_chunks=num_chunks, step=step,
                 num_steps=plan.clip.steps, num_frames_emitted=frames, queue_position=0, is_heartbeat=False,
             )  # fmt: skip
+            is_due = step % plan.preview.every_steps == 0 or step == plan.clip.steps
+            if is_due and plan.preview.max_side and plan.preview != PREVIEW:
+                yield event(
+                    Preview, data=b"still %d.%d" % (chunk_index, step), media_type="image/jpeg",
+                    width=plan.preview.max_side, height=16, chunk_index=chunk_index, step=step,
+                    num_steps=plan.clip.steps,
+                )  # fmt: skip
 
     if is_dense:
         yield from sampling(-1)

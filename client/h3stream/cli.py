@@ -31,12 +31,13 @@ from h3stream.embedded import (
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
 from h3stream.progress import Tally
 from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
-from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest
+from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest, PreviewSpec
 from h3stream.stream import RECONNECT_S
 
 Answer = TypeVar("Answer")
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+PREVIEW_SIDE = 256
 STATUS_OF_ENDING = {
     Ending.WHOLE: 0,
     Ending.NOT_WRITTEN: EXIT_FAILED,
@@ -269,6 +270,19 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         help="an adapter of the server's to sample with (`h3stream adapters` lists them), at its own strength or this; "
         "may be given several times",
     )
+    group.add_argument(
+        "--preview-side",
+        type=int,
+        metavar="N",
+        help=f"longer side of the stills on the way, 16 to 512 pixels, or 0 for none ({PREVIEW_SIDE} where only "
+        "--preview-every is given)",
+    )
+    group.add_argument(
+        "--preview-every",
+        type=int,
+        metavar="N",
+        help="noise forwards from one still to the next (1 where only --preview-side is given)",
+    )
 
 
 def _can_write(output: str) -> bool:
@@ -331,7 +345,14 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         cancel_on_disconnect=arguments.cancel_on_disconnect,
         mode=arguments.mode,
         adapters=arguments.adapter,
+        preview=_preview(arguments.preview_side, arguments.preview_every),
     )
+
+
+def _preview(max_side: int | None, every_steps: int | None) -> PreviewSpec | None:
+    if max_side is None and every_steps is None:
+        return None
+    return PreviewSpec(PREVIEW_SIDE if max_side is None else max_side, 1 if every_steps is None else every_steps)
 
 
 @contextmanager

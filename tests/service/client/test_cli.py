@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from h3stream import AdapterChoice, Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError
+from h3stream import AdapterChoice, Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError, PreviewSpec
 from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
@@ -122,6 +122,9 @@ async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None
     dense = ("--mode", "dense", "--adapter", "turbo=-0.5", "--adapter", "style")
     result = await run("generate", "a fox", "-o", "clip.mp4", *dense)
     assert result.status == 0, result.err
+    for stills in ("--preview-side 0", "--preview-every 2", "--preview-side 64 --preview-every 3"):
+        result = await run("generate", "a fox", "-o", "clip.mp4", *stills.split())
+        assert result.status == 0, result.err
     assert service.requests == [
         GenerateRequest(
             "a fox", num_frames=22, width=96, height=128, seed=2**64 - 1, steps=3, video_shift=5.5, audio_shift=2.0,
@@ -131,6 +134,10 @@ async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None
         GenerateRequest(
             "a fox", mode="dense", adapters=(AdapterChoice("turbo", -0.5), AdapterChoice("style")),
             cancel_on_disconnect=True,
+        ),
+        *(
+            GenerateRequest("a fox", cancel_on_disconnect=True, preview=PreviewSpec(*preview))
+            for preview in ((0, 1), (256, 2), (64, 3))
         ),
     ]  # fmt: skip
 
