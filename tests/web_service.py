@@ -127,6 +127,8 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
     """How long a forward takes."""
     chunks_allowed: int = 10_000
     """Chunks of every job that may be sampled so far; `allow` raises it."""
+    has_stream: bool = True
+    """Whether an encoder works."""
     refuse_with: GenerationError | None = None
     """Raised by Generate, at once."""
     jobs: dict[str, LiveJob] = field(default_factory=dict)
@@ -237,7 +239,7 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
                     height=plan.clip.height // 8, chunk_index=index, step=step, num_steps=plan.clip.steps,
                 )  # fmt: skip
             await self._emit(job, PhaseChange, phase="decode", chunk_index=index)
-            for fragment in (fragment for chunk_index, fragment in media.fragments if chunk_index == index):
+            for fragment in (made for chunk, made in media.fragments if chunk == index and self.has_stream):
                 if fragment.fragment_index == 0:
                     await self._emit(
                         job, InitSegment, data=media.init_segment, mime_type=media.mime_type, video_encoder="libx264",
@@ -247,16 +249,18 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
                 fields = {name: getattr(fragment, name) for name in (*names, "num_samples_total", "is_keyframe")}
                 job.num_frames += fragment.num_frames
                 await self._emit(job, Fragment, chunk_index=index, **fields)
-        await self._emit(
-            job, StreamComplete, num_fragments=len(media.fragments), num_bytes=len(media.stream),
-            num_frames=job.num_frames, num_samples=plan.num_samples,
-        )  # fmt: skip
+        if self.has_stream:
+            await self._emit(
+                job, StreamComplete, num_fragments=len(media.fragments), num_bytes=len(media.stream),
+                num_frames=job.num_frames, num_samples=plan.num_samples,
+            )  # fmt: skip
         await self._emit(job, PhaseChange, phase="finish", chunk_index=-1)
         await self._emit(job, JobWarning, reason="AUDIO_CLIPPED", message="3 audio samples are at full scale")
         sha256 = hashlib.sha256(media.stream).hexdigest()
         job.artifacts = tuple(
             Artifact(name, "video/mp4", len(media.stream), sha256, f"jobs/{job.job_id}/{name}")
             for name in plan.artifacts
+            if self.has_stream
         )
         await self._emit(
             job, Completed, artifacts=job.artifacts, latents_sha256="ab" * 32,

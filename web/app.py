@@ -21,7 +21,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -148,7 +148,7 @@ class Gateway:
         yield b"retry: 1000\n\n"
         error: GenerationError | None = None
         try:
-            async with aclosing(self._upstream.events(job_id, from_seq)) as events:
+            async with self._upstream.follow(job_id, from_seq) as events:
                 async for event in events:
                     yield server_sent_event(event)
         except GenerationError as ending:
@@ -163,7 +163,7 @@ class Gateway:
         job_id, seq = request.path_params["job_id"], request.path_params["seq"]
         job = await self._upstream.job(job_id)
         if seq < job.num_events:
-            async with aclosing(self._upstream.events(job_id, seq)) as events:
+            async with self._upstream.follow(job_id, seq) as events:
                 async for event in events:
                     if event.media:
                         return Response(event.media, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
@@ -177,7 +177,7 @@ class Gateway:
 
     async def _media(self, job_id: str) -> AsyncIterator[bytes]:
         try:
-            async with aclosing(self._upstream.events(job_id)) as events:
+            async with self._upstream.follow(job_id) as events:
                 async for event in events:
                     if event.media:
                         yield event.media

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -74,7 +73,7 @@ class MediaIndexes:
         return index
 
     async def _grow(self, index: MediaIndex, job: Job) -> None:
-        async with aclosing(self._upstream.events(job.job_id, index.num_events)) as events:
+        async with self._upstream.follow(job.job_id, index.num_events) as events:
             async for event in events:
                 index.num_events = event.seq + 1
                 if isinstance(event, Accepted):

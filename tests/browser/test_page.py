@@ -234,6 +234,15 @@ async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: L
         await page.until(f"{ENDED} && artifacts.childElementCount === 3")
 
 
+async def test_a_clip_without_a_stream_ends_with_its_files(opened: Opener, service: LiveService) -> None:
+    service.has_stream = False
+    async with opened() as page:
+        await start(page, 22)
+        await page.until(f"{ENDED} && document.getElementById('hint').textContent.includes('no encoder worked')")
+        await page.until("artifacts.childElementCount === 1")
+        assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
+
+
 async def test_what_is_wrong_is_told_at_its_field(opened: Opener) -> None:
     async with opened() as page:
         await page.run("num_frames.add(new Option('wrong', '40')); num_frames.value = '40'; form.requestSubmit()")

@@ -18,6 +18,11 @@ const PHASES = {
 };
 const ENDINGS = { succeeded: "Done", failed: "Failed", cancelled: "Cancelled" };
 
+const REASONS = {
+  cancelled: "This clip was cancelled.",
+  failed: "This clip could not be made.",
+  succeeded: "There is nothing to play: no encoder worked. What was made is in the files below.",
+};
 const HINT = $("hint").textContent;
 const timeline = new Timeline($("timeline"));
 const form = new Form(submit);
@@ -120,18 +125,21 @@ class Session {
     $("cancel").hidden = true;
     $("generate").disabled = false;
     if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
-    if (state !== "succeeded") {
+    const isWhole = state === "succeeded";
+    if (!isWhole || this.#numFragments === 0) {
       this.close();
       show("ended");
       $("still").hidden = true;
       $("hint").hidden = false;
-      $("hint").textContent = state === "cancelled" ? "This clip was cancelled." : "This clip could not be made.";
+      $("hint").textContent = REASONS[state];
       if (this.#numFragments > 0) offerPartial(this.jobId);
-      return;
     }
+    if (!isWhole) return;
     const job = await this.#jobOrNothing();
     if (session !== this) return;
     if (job) offerFiles(job);
+    if (this.#numFragments === 0) return;
+    this.#player.finish(); // also where an encoder failed and the stream ended early
     const whole = job?.artifacts.find(({ name }) => name === "final.mp4");
     // From here on the element can fetch the finished file by itself.
     this.#player.whenPlayed(() => {
