@@ -18,6 +18,11 @@ SOUND = "audio.flac"
 LATENTS = "latents.safetensors"
 """What the DiT made."""
 
+TIMELINE = "timeline.json"
+"""When each phase began and each fragment left."""
+PROVENANCE = "provenance.json"
+"""How the clip came to be: request, plan, model files, versions, figures, checksums of the other artifacts."""
+
 WORKER_ARTIFACTS = {
     STREAM: "video/mp4",
     FINAL: "video/mp4",
@@ -27,7 +32,10 @@ WORKER_ARTIFACTS = {
 }
 """Those that the VAE worker writes, with their media types."""
 
-ARTIFACTS = dict(WORKER_ARTIFACTS)
+SERVER_ARTIFACTS = {TIMELINE: "application/json", PROVENANCE: "application/json"}
+"""Those that the orchestrator writes once the others are there, in this order."""
+
+ARTIFACTS = {**WORKER_ARTIFACTS, **SERVER_ARTIFACTS}
 """All that a request may name, with their media types."""
 
 DEFAULT_ARTIFACTS = tuple(name for name in ARTIFACTS if name != FRAMES)

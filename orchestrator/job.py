@@ -15,6 +15,7 @@ from h3stream.errors import GenerationError, JobCancelledError, PhaseError
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.replay import JobLog
+from orchestrator.timeline import Timeline
 
 Payload = (
     video_pb2.Accepted
@@ -64,6 +65,10 @@ class Job:
         self.error: GenerationError | None = None
         self.created_s = wall_clock()
         self.ended_s: float | None = None
+        self.request: video_pb2.GenerateRequest | None = None
+        """The request as it came, for the record."""
+        self.timeline = Timeline()
+        self.warnings: list[video_pb2.Warning] = []
         self.artifacts: list[types_pb2.Artifact] = []
         self.removed_artifacts: list[video_pb2.RemovedArtifact] = []
         self.num_frames_emitted = 0
@@ -91,6 +96,9 @@ class Job:
         getattr(event, _FIELD_OF[payload.DESCRIPTOR.full_name]).CopyFrom(payload)
         self.log.append(event)
         self.last_event_s = self._clock()
+        self.timeline.note(event, self.last_event_s)
+        if isinstance(payload, video_pb2.Warning):
+            self.warnings.append(payload)
 
     def enter(self, phase: Phase, chunk_index: int = -1) -> None:
         """Announces the next phase."""

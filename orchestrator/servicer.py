@@ -47,6 +47,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
     ) -> AsyncIterator[video_pb2.GenerateResponse]:
         prompt, clip, plan = self._admit(request_from_proto(request))
         job = self._scheduler.submit(prompt, clip, plan)
+        job.request = request
         try:
             async for event in job.log.read():
                 yield video_pb2.GenerateResponse(event=event)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
 
+from core.artifacts import SERVER_ARTIFACTS, TIMELINE
 from core.geometry import num_samples
 from core.phases import HOLDER, Phase
+from h3stream.errors import GenerationError
 from h3stream.v1 import types_pb2, video_pb2, workers_pb2
+from h3stream.v1.types_pb2 import KvStorage
 from orchestrator.job import Job
 from orchestrator.lane import Lane
+from orchestrator.provenance import provenance_of, timeline_of, write_json
 from orchestrator.worker_clients import StepDone, Stills, TensorParts
 
 SILENCE_PEAK = 1e-4
@@ -56,17 +61,17 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     finished = await lane.vae.finish(job.job_id)
     for warning in [*delivery_warnings(finished), *audio_warnings(finished.audio_health)]:
         job.emit(warning)
-    for artifact in finished.artifacts:
-        artifact.relative_path = f"jobs/{job.job_id}/{artifact.relative_path}"
-    job.artifacts = list(finished.artifacts)
-    job.emit(
-        video_pb2.Completed(
-            artifacts=finished.artifacts,
-            latents_sha256=output.latents_hash.hexdigest(),
-            audio_health=finished.audio_health,
-            timings=output.timings(),
-        )
+    completed = video_pb2.Completed(
+        artifacts=finished.artifacts,
+        latents_sha256=output.latents_hash.hexdigest(),
+        audio_health=finished.audio_health,
+        timings=output.timings(),
     )
+    await _record(job, lane, completed, "" if job.clip.mode == "dense" else KvStorage.Name(opened.kv_storage))
+    for artifact in completed.artifacts:
+        artifact.relative_path = f"jobs/{job.job_id}/{artifact.name}"
+    job.artifacts = list(completed.artifacts)
+    job.emit(completed)
 
 
 async def _stills(job: Job, lane: Lane) -> Stills | None:
@@ -79,6 +84,21 @@ async def _stills(job: Job, lane: Lane) -> Stills | None:
         job.emit(video_pb2.Warning(reason="PREVIEW_UNAVAILABLE", message=message))
         return None
     return Stills(job.plan.preview, vae.preview_map)
+
+
+async def _record(job: Job, lane: Lane, completed: video_pb2.Completed, kv_storage: str) -> None:
+    """Writes how the clip came to be beside it; one that cannot be written is told."""
+    for name in SERVER_ARTIFACTS:
+        if name not in job.plan.artifacts:
+            continue
+        try:
+            if name == TIMELINE:
+                content = timeline_of(job)
+            else:
+                content = provenance_of(job, await lane.describe(), completed, kv_storage)
+            completed.artifacts.append(await asyncio.to_thread(write_json, job.directory, name, content))
+        except GenerationError as error:
+            job.emit(_given_up(name, error.message))
 
 
 async def _make_chunk_by_chunk(job: Job, lane: Lane, output: _Output) -> None:
@@ -192,9 +212,12 @@ def delivery_warnings(finished: workers_pb2.FinishResponse) -> list[video_pb2.Wa
         message = f"the media stream ended early; the clip itself is complete: {finished.stream_failure}"
         warnings.append(video_pb2.Warning(reason="STREAM_FAILED", message=message))
     for failure in finished.failures:
-        message = f"artifact {failure.name} was given up: {failure.message}"
-        warnings.append(video_pb2.Warning(reason="ARTIFACT_FAILED", message=message))
+        warnings.append(_given_up(failure.name, failure.message))
     return warnings
+
+
+def _given_up(name: str, message: str) -> video_pb2.Warning:
+    return video_pb2.Warning(reason="ARTIFACT_FAILED", message=f"artifact {name} was given up: {message}")
 
 
 def audio_warnings(health: types_pb2.AudioHealth) -> list[video_pb2.Warning]:
