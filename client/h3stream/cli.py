@@ -32,6 +32,7 @@ from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledEr
 from h3stream.progress import Tally
 from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
 from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest, PreviewSpec
+from h3stream.still_files import StillFiles
 from h3stream.stream import RECONNECT_S
 
 Answer = TypeVar("Answer")
@@ -81,7 +82,12 @@ def generate(arguments: argparse.Namespace) -> int:
     # A server that was started for this command does not come back.
     reconnect_s = RECONNECT_S if arguments.server else 0.0
     with _server(arguments) as address:
-        return _deliver(address, lambda client: client.generate(request, reconnect_s=reconnect_s), arguments.output)
+        return _deliver(
+            address,
+            lambda client: client.generate(request, reconnect_s=reconnect_s),
+            arguments.output,
+            previews=arguments.previews,
+        )
 
 
 def attach(arguments: argparse.Namespace) -> int:
@@ -176,6 +182,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help="make a clip", allow_abbrev=False)
     _add_output_argument(command)
     _add_request_arguments(command)
+    command.add_argument(
+        "--previews", type=Path, metavar="DIR", help="write the stills of the clip in progress into this directory"
+    )
     command.add_argument(
         "--cancel-on-disconnect",
         action=argparse.BooleanOptionalAction,
@@ -304,11 +313,17 @@ def _can_write(output: str) -> bool:
 
 
 def _deliver(
-    address: str, follow: Callable[[AsyncClient], AsyncGeneration], output: str, *, owns_job: bool = True
+    address: str,
+    follow: Callable[[AsyncClient], AsyncGeneration],
+    output: str,
+    *,
+    owns_job: bool = True,
+    previews: Path | None = None,
 ) -> int:
-    """Writes a clip and tells how it went; returns the exit status."""
+    """Writes a clip, and its stills where they are wanted, and tells how it went; returns the exit status."""
     tally = Tally()
-    ending = asyncio.run(deliver(address, follow, output, tally, owns_job=owns_job))
+    stills = None if previews is None else StillFiles(previews, tally.notes.append)
+    ending = asyncio.run(deliver(address, follow, output, tally, owns_job=owns_job, stills=stills))
     if ending is Ending.WHOLE:
         is_piped = output == STANDARD_OUTPUT
         (say if is_piped else _print)("\n".join(tally.summary()))

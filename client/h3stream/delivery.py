@@ -15,6 +15,7 @@ from h3stream.clip_file import ClipFile
 from h3stream.errors import GenerationError
 from h3stream.progress import Display, Lines, LiveBar, Tally
 from h3stream.report import say
+from h3stream.still_files import StillFiles
 
 STANDARD_OUTPUT = "-"
 DEFAULT_COLUMNS = 80
@@ -31,11 +32,18 @@ class Ending(Enum):
 
 
 async def deliver(
-    address: str, follow: Callable[[AsyncClient], AsyncGeneration], output: str, tally: Tally, *, owns_job: bool
+    address: str,
+    follow: Callable[[AsyncClient], AsyncGeneration],
+    output: str,
+    tally: Tally,
+    *,
+    owns_job: bool,
+    stills: StillFiles | None = None,
 ) -> Ending:
     """Writes a clip to a file, or to standard output, while showing how far it is.
 
     follow: makes the clip, or follows the job that does.  owns_job: where this ends early, the job is cancelled.
+    stills: where those of the clip go, if anywhere.
 
     The user is told of an early end. Raises GenerationError if the job fails.
     """
@@ -49,7 +57,7 @@ async def deliver(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as asyncio does for Ctrl-C
     async with AsyncClient(address) as client, follow(client) as events:
         try:
-            await _write(events, output, tally)
+            await _write(events, output, tally, stills)
         except asyncio.CancelledError:
             task.uncancel()
             say(f"h3stream: interrupted; {await leave()}{_kept(output, tally)}")
@@ -67,7 +75,7 @@ async def deliver(
     return Ending.WHOLE
 
 
-async def _write(events: AsyncGeneration, output: str, tally: Tally) -> None:
+async def _write(events: AsyncGeneration, output: str, tally: Tally, stills: StillFiles | None) -> None:
     started_s = time.monotonic()
     display: Display
     if sys.stderr.isatty():
@@ -79,6 +87,8 @@ async def _write(events: AsyncGeneration, output: str, tally: Tally) -> None:
         try:
             async for event in events:
                 file.write(event)
+                if stills is not None:
+                    stills.write(event)
                 elapsed_s = time.monotonic() - started_s
                 tally.add(event, elapsed_s)
                 display.show(tally, event, elapsed_s)

@@ -110,6 +110,27 @@ async def test_progress_that_is_no_terminal_is_plain_lines(run: Run) -> None:
     assert re.fullmatch(r"denoise  chunk 3/3  step 0/2  17/39 frames  first at \d+\.\d s", lines[5])
 
 
+async def test_stills_are_written_one_by_one(run: Run, tmp_path: Path) -> None:
+    given = ("generate", "a fox", "-o", "clip.mp4", "--preview-side", "64", "--previews", "made/stills")
+    result = await run(*given)
+    assert result.status == 0, result.err
+    names = [f"chunk-{chunk:02}-step-{step:03}.jpg" for chunk in range(3) for step in (1, 2)]
+    stills = tmp_path / "made" / "stills"
+    assert sorted(path.name for path in stills.iterdir()) == names
+    assert (stills / names[-1]).read_bytes() == b"still 2.2"
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+    await run(*given, "--mode", "dense")
+    assert len(list(stills.glob("clip-step-00?.jpg"))) == 5
+
+
+async def test_stills_that_cannot_be_written_are_told_once_and_leave_the_clip_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "stills").touch()
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--preview-side", "64", "--previews", "stills")
+    assert result.status == 0, result.err
+    assert result.err.count("no more stills are written to stills: File exists") == 1
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+
+
 async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None:
     options = (
         "--frames 22 --width 96 --height 128 --seed 18446744073709551615 --steps 3 --video-shift 5.5 --audio-shift 2 "
