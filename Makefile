@@ -32,7 +32,7 @@ clean:
 # A marker per set of packages: made again when what it depends on has changed.
 $(VENV)/.run: pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e client -e .
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e client -e '.[web]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -65,7 +65,9 @@ def test_the_table_of_events_is_the_contract() -> None:
     assert {field: cls for cls, field in rows} == {name: cls.__name__ for name, (cls, _) in PAYLOADS.items()}
 
 
-@pytest.mark.parametrize("page", ["README.md", "client/README.md", "docs/api.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "client/README.md", "docs/api.md", "docs/architecture.md", "docs/web.md"]
+)
 def test_every_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     headings = {"#" + re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
