@@ -122,7 +122,8 @@ def test_a_browser_plays_every_frame(
     for played in report["plays"]:
         first = 17 * played["first"]
         assert played["size"] == [width, height]
-        assert played["totalFrames"] == num_frames - first
+        # Chromium may restart its decoder after the seek of a late start, and then counts its first pictures again.
+        assert played["totalFrames"] == num_frames if first == 0 else played["totalFrames"] >= num_frames - first
         assert played["corruptedFrames"] == 0
         # Both tracks are there from the first instant (a late start has its sound from the next AAC frame on), without
         # a gap, up to the end of each chunk's pictures.
@@ -135,5 +136,6 @@ def test_a_browser_plays_every_frame(
         # Pictures come at their own times; which of them the compositor shows depends on the machine's load.
         frames = [time * 24 for time in played["mediaTimes"]]
         assert frames == pytest.approx([round(frame) for frame in frames], abs=1e-2)
-        assert all(round(frame) >= first for frame in frames)
+        assert frames == sorted(frames)
+        assert first <= round(frames[0]) <= round(frames[-1]) < num_frames
         assert played["decodedAudioBytes"] > 0
