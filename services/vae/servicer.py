@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from services.vae.config import VaeConfig
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media_lane import StreamStart
 from services.vae.worker import Media, VaeWorker
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME = "h3stream.v1.VaeService"
 _PROBE_SIZE = 256
@@ -92,12 +95,11 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
 
 
 def build(config: VaeConfig) -> ServedWorker:
-    """The worker with its service. Raises ConfigError if no encoder works here, CheckpointError for bad weights."""
-    try:
-        open_h264_encoder(_PROBE_SIZE, _PROBE_SIZE, config.video_bit_rate, config.video_encoder)
-        AacEncoder()
-    except MuxError as error:
-        raise ConfigError(str(error)) from error
+    """The worker with its service.
+
+    Raises ConfigError if the encoder that the settings name does not work here, CheckpointError for bad weights.
+    """
+    _try_encoders(config)
     worker = VaeWorker(config)
     runner = VerbRunner("vae")
     return ServedWorker(
@@ -108,6 +110,19 @@ def build(config: VaeConfig) -> ServedWorker:
         libraries=("torch", "diffusers", "av", "safetensors"),
         preview_map=worker.preview_map,
     )
+
+
+def _try_encoders(config: VaeConfig) -> None:
+    """Says at the start what will work. Raises ConfigError if an encoder is named that does not."""
+    try:
+        name = open_h264_encoder(_PROBE_SIZE, _PROBE_SIZE, config.video_bit_rate, config.video_encoder).name
+        AacEncoder()
+    except MuxError as error:
+        if config.video_encoder is not None:
+            raise ConfigError(str(error)) from error
+        log.warning("clips have no media stream here, only their lossless artifacts: %s", error)
+    else:
+        log.info("pictures are encoded by %s", name)
 
 
 def _to_response(media: Media) -> workers_pb2.DecodeChunkResponse:

@@ -72,9 +72,9 @@ def test_streams_and_files_hold_exactly_the_clip(
     assert violations(stream, frames=num_frames, samples=samples) == []
 
     final = (tmp_path / "artifacts" / "final.mp4").read_bytes()
-    (tmp_path / "stream.mp4").write_bytes(stream)
-    for path, data in ((tmp_path / "stream.mp4", stream), (tmp_path / "artifacts" / "final.mp4", final)):
-        video, audio = ffprobe(path)
+    assert (tmp_path / "artifacts" / "stream.mp4").read_bytes() == stream
+    for name, data in (("stream.mp4", stream), ("final.mp4", final)):
+        video, audio = ffprobe(tmp_path / "artifacts" / name)
         found = video["codec_name"], video["profile"], video["width"], video["height"]
         assert found == ("h264", "High", width, height)
         assert (video["color_space"], video["color_range"]) == ("bt709", "tv")
