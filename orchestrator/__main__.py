@@ -112,6 +112,8 @@ async def serve_lanes(
         settings.data,
         max_queued_jobs=settings.max_queued_jobs,
         kept_jobs=settings.kept_jobs,
+        kept_age_s=settings.kept_age_s,
+        kept_bytes=settings.kept_bytes,
     )
     # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
     server = RpcServer((SERVICE_NAME,))

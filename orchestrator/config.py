@@ -72,6 +72,11 @@ class Settings:
     """Jobs that may wait for a lane; the next one is refused."""
     kept_jobs: int = 64
     """Finished jobs whose events and artifacts are kept; the oldest is removed first."""
+    kept_age_s: float = 0.0
+    """Seconds that artifacts are kept after their job has ended; 0: as long as the job."""
+    kept_bytes: int = 0
+    """Bytes that the artifacts of all finished jobs may take; the oldest are removed first, the newest job's never.
+    0: any number."""
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
     preview_max_side: int = 256
@@ -87,6 +92,8 @@ class Settings:
         _at_least("lanes", self.lanes, 1)
         _at_least("max_queued_jobs", self.max_queued_jobs, 0)
         _at_least("kept_jobs", self.kept_jobs, 1)
+        _at_least("kept_age_s", self.kept_age_s, 0)
+        _at_least("kept_bytes", self.kept_bytes, 0)
         _at_least("drain_s", self.drain_s, 0)
         for violation in preview_violations(self.preview):
             raise ConfigError(violation.description.replace("preview.", "preview_", 1))

@@ -7,7 +7,6 @@ import logging
 import shutil
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from h3stream.v1 import video_pb2, workers_pb2
 from orchestrator.job import Job
 from orchestrator.lane import Lane
 from orchestrator.session import run_session
+from orchestrator.shelf import Limits, Shelf
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,10 @@ class Scheduler:
         *,
         max_queued_jobs: int,
         kept_jobs: int,
+        kept_age_s: float = 0.0,
+        kept_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._lanes = lanes
         self._jobs_directory = data_directory / "jobs"
@@ -53,7 +56,8 @@ class Scheduler:
         self._kept_jobs = kept_jobs
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._ended: deque[Path] = deque()  # directories of ended jobs, oldest first
+        limits = Limits(kept_jobs, kept_age_s, kept_bytes)
+        self._shelf = Shelf(data_directory, limits, wall_clock, lambda job_id: self._jobs.pop(job_id, None))
         self._queue: list[Job] = []
         self._has_jobs = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -66,8 +70,7 @@ class Scheduler:
     async def start(self) -> None:
         """Starts the lanes and takes jobs once they are up. Raises StartupError."""
         self._jobs_directory.mkdir(parents=True, exist_ok=True)
-        # What an earlier run left counts as ended: nobody asks for it any more, but it takes its turn to be removed.
-        self._ended.extend(sorted(self._jobs_directory.iterdir(), key=lambda path: path.stat().st_mtime_ns))
+        self._shelf.adopt()
         await asyncio.gather(*(lane.start() for lane in self._lanes))
         self.workers = await self._lanes[0].describe()
         self._tasks = [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
@@ -176,20 +179,18 @@ class Scheduler:
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
         job.end(error)
-        self._ended.append(job.directory)
-        while len(self._ended) > self._kept_jobs:
-            oldest = self._ended.popleft()
-            self._jobs.pop(oldest.name, None)
-            shutil.rmtree(oldest, ignore_errors=True)  # readers of its log keep the open file
+        self._shelf.add(job)
+        self._shelf.tidy()
 
     def _announce_queue(self) -> None:
         for position, job in enumerate(self._queue):
             job.wait_behind(position + (0 if self._num_idle_lanes else len(self._running)))
 
     async def _tick(self) -> None:
-        """Keeps every live job's log from falling silent, whatever its workers are doing."""
+        """Keeps every live job's log from falling silent, whatever its workers are doing, and ages finished jobs."""
         while True:
             await asyncio.sleep(TICK_S)
+            self._shelf.tidy()
             for job in [*self._queue, *(self._jobs[job_id] for job_id in self._running)]:
                 if not job.ended.is_set() and self._clock() - job.last_event_s >= HEARTBEAT_S:
                     job.show_life()

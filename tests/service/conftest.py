@@ -57,14 +57,21 @@ def max_queued_jobs() -> int:
 
 
 @pytest.fixture
-async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int) -> AsyncIterator[Service]:
+def kept_bytes() -> int:
+    return 0
+
+
+@pytest.fixture
+async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int, kept_bytes: int) -> AsyncIterator[Service]:
     script = Script()
     hosts = []
     for index in range(num_lanes):
         (tmp_path / str(index)).mkdir()
         hosts.append(FakeLaneHost(tmp_path / str(index), script))
     settings = Settings(model=tmp_path, data=tmp_path, lanes=num_lanes, max_queued_jobs=max_queued_jobs)
-    scheduler = Scheduler([Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3)
+    scheduler = Scheduler(
+        [Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3, kept_bytes=kept_bytes
+    )
     server = RpcServer((SERVICE_NAME,))
     servicer = VideoServicer(scheduler, MODEL, ADAPTERS, settings)
     video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)

@@ -206,3 +206,18 @@ async def test_the_command_lists_and_downloads(service: Service, tmp_path: Path)
     assert (status, err.split(":")[1]) == (1, " ARTIFACT_NOT_FOUND")
     status, _, err = await run(job_id, "final.mp4", "-o", str(tmp_path / "none" / "mine.mp4"))
     assert (status, "cannot write" in err) == (1, True)
+
+
+@pytest.mark.parametrize("kept_bytes", [1])
+async def test_an_artifact_removed_to_make_room_says_so(service: Service, kept_bytes: int) -> None:
+    job_id = await finished(service)
+    assert len(await pieces(service, job_id, "final.mp4", 0)) > 1, "the newest job keeps its own"
+    await finished(service)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pieces(service, job_id, "final.mp4", 0)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert "has been removed: artifacts took more than 1 bytes (kept_bytes)" in (caught.value.details() or "")
+    job = (await service.stub.GetJob(video_pb2.GetJobRequest(job_id=job_id))).job
+    assert list(job.artifacts) == []
+    assert {gone.name for gone in job.removed_artifacts} == set(DEFAULT_ARTIFACTS)
+    assert (service.data / "removed.jsonl").read_text().count("\n") == 1
