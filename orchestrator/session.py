@@ -47,6 +47,9 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         await _make_at_once(job, lane, output)
     else:
         await _make_chunk_by_chunk(job, lane, output)
+    if stills is not None and not opened.preview_unavailable_reason and not output.is_shown:
+        message = "stills of this clip could not be made any more; the server's log says why"
+        job.emit(video_pb2.Warning(reason="PREVIEW_UNAVAILABLE", message=message))
 
     if job.num_frames_emitted == job.clip.num_frames:
         job.emit(
@@ -107,7 +110,7 @@ async def _make_chunk_by_chunk(job: Job, lane: Lane, output: _Output) -> None:
     waiting: list[tuple[int, TensorParts]] = []
     for chunk_index, chunk in enumerate(job.plan.chunks):
         await _enter(job, lane, Phase.DENOISE, chunk_index)
-        waiting.append((chunk_index, await _chunk_latents(job, lane, chunk_index)))
+        waiting.append((chunk_index, await _chunk_latents(job, lane, output, chunk_index)))
         if chunk_index == last:
             output.sampling_ended()
 
@@ -128,38 +131,32 @@ async def _make_at_once(job: Job, lane: Lane, output: _Output) -> None:
     """Samples the whole clip, then decodes it chunk by chunk, as its latents come from the DiT worker's memory."""
     await _enter(job, lane, Phase.DENOISE)
     async for result in lane.dit.sample_dense(job.job_id):
-        _announce(job, result)
+        output.sampled(result)
     output.sampling_ended()
     for chunk_index in range(len(job.plan.chunks)):
-        await output.decode(chunk_index, await _chunk_latents(job, lane, chunk_index))
+        await output.decode(chunk_index, await _chunk_latents(job, lane, output, chunk_index))
 
 
-async def _chunk_latents(job: Job, lane: Lane, chunk_index: int) -> TensorParts:
+async def _chunk_latents(job: Job, lane: Lane, output: _Output, chunk_index: int) -> TensorParts:
     """The latents of a chunk, its steps announced if it has yet to be sampled."""
     latents: TensorParts = ()
     async for result in lane.dit.sample_chunk(job.job_id, chunk_index):
         if isinstance(result, tuple):
             latents = result
         else:
-            _announce(job, result)
+            output.sampled(result)
     return latents
 
 
-def _announce(job: Job, result: StepDone | types_pb2.Preview) -> None:
-    """Tells that a noise forward is done, or shows it."""
-    if isinstance(result, StepDone):
-        job.step(result.step)
-    else:
-        job.emit(result)
-
-
 class _Output:
-    """What leaves a session: media, and what is counted of it."""
+    """What leaves a session: steps, stills, media, and what is counted of them."""
 
     def __init__(self, job: Job, lane: Lane, clock: Callable[[], float]) -> None:
         self.num_fragments = 0
         self.num_bytes = 0
         self.latents_hash = hashlib.sha256()
+        self.is_shown = False
+        """Whether the forward told last has its still; of the last one of all it is always due."""
         self._job = job
         self._lane = lane
         self._clock = clock
@@ -167,6 +164,14 @@ class _Output:
         self._first_fragment_s = 0.0
         self._sampling_s = 0.0
         self._num_frames_before_sampling_end = 0
+
+    def sampled(self, result: StepDone | types_pb2.Preview) -> None:
+        """Tells that a noise forward is done, or shows it."""
+        self.is_shown = not isinstance(result, StepDone)
+        if isinstance(result, StepDone):
+            self._job.step(result.step)
+        else:
+            self._job.emit(result)
 
     def sampling_ended(self) -> None:
         """Notes that the last noise forward is done."""

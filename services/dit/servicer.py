@@ -66,18 +66,17 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
                 tensors.add(message.tensor)
         if header is None:
             raise InvalidRequestError("OpenSession takes one header, first; the stream was empty")
+        spec = preview_spec_from_proto(header.preview) if header.HasField("preview") else None
+        preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
         session_id, clip, text = header.session_id, clip_spec_from_proto(header.clip), tensors.finish()
         stats = await self._runner.run(
             lambda cancelled: self._worker.open_session(
                 session_id, clip, text["context"], text["token_tags"], cancelled
             )
         )
-        if header.HasField("preview"):
-            spec = preview_spec_from_proto(header.preview)
-            preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
+        reason = ""
+        if spec is not None:
             reason = await self._runner.run(lambda _: self._worker.preview(session_id, spec, preview_map))
-        else:
-            reason = ""
         response = workers_pb2.DitServiceOpenSessionResponse(preview_unavailable_reason=reason)
         if stats is not None:  # a dense clip has no KV cache
             response.kv_storage = KV_STORAGE_TO_PROTO[stats.storage]

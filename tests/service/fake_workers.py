@@ -58,6 +58,8 @@ class Script:
     """Why."""
     no_encoder: str = ""
     """Why the DiT worker cannot make stills; empty if it can."""
+    no_stills_from: int = 99
+    """First chunk of which stills fail."""
     calls: list[str] = field(default_factory=list)
     """Points passed, in order."""
 
@@ -130,7 +132,7 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
     def stills(self, session_id: str, chunk_index: int, step: int, num_steps: int) -> list[types_pb2.Preview]:
         """The still behind a step, if there is one."""
         spec = self.previews.get(session_id)
-        if spec is None or (step % spec.every_steps and step < num_steps):
+        if spec is None or chunk_index >= self.script.no_stills_from or (step % spec.every_steps and step < num_steps):
             return []
         return [
             types_pb2.Preview(

@@ -98,3 +98,13 @@ async def test_without_a_map_the_clip_is_made_and_the_caller_told_once(service: 
     assert "could not make their map" in message
     assert steps_shown(events) == []
     assert result(events) == expected
+
+
+async def test_where_stills_fail_midway_the_clip_is_made_and_the_caller_told_once(service: Service) -> None:
+    expected = result(await service.generate(seed=3))
+    service.script.no_stills_from = 1
+    events = await service.generate(seed=3)
+    ((reason, message),) = warnings(events)
+    assert (reason, message.startswith("stills of this clip could not be made")) == ("PREVIEW_UNAVAILABLE", True)
+    assert steps_shown(events) == [(0, 1), (0, 2)]
+    assert result(events) == expected
