@@ -10,11 +10,15 @@ import asyncio
 import os
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from h3stream.errors import GenerationError, PhaseError
 from h3stream.v1 import video_pb2
+
+WAKE_AT_ONCE = 8
+"""Readers told of an event in one turn of the event loop: a job waits for no more of its viewers than these."""
 
 
 class JobLog:
@@ -33,7 +37,7 @@ class JobLog:
         self._keyframe_seqs = array("Q")  # fragments that decoding can start at
         self._keyframe_chunks = array("q")  # and the chunks they belong to, never falling
         self._media_end_seq: int | None = None  # the first event after all media
-        self._grown = asyncio.Event()
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_closed = False
         self._error: GenerationError | None = None
 
@@ -66,7 +70,6 @@ class JobLog:
         """Yields the events from `from_seq` on, waiting for more until the job ends; raises the job's error, if any."""
         seq = from_seq
         while True:
-            grown = self._grown
             while seq < len(self._ends):
                 yield self._event(seq)
                 seq += 1
@@ -74,7 +77,7 @@ class JobLog:
                 if self._error is not None:
                     raise self._error.with_traceback(None)  # one error, many readers
                 return
-            await grown.wait()
+            await self._growth()
 
     async def join(self, from_chunk: int | None = None) -> AsyncIterator[video_pb2.Event]:
         """Yields what a player needs that was not there from the start: event 0, the init segment as soon as there is
@@ -88,7 +91,6 @@ class JobLog:
         yield self._event(0)
         told_init = False
         while True:
-            grown = self._grown
             if self._init_seq is not None and not told_init:
                 yield self._event(self._init_seq)
                 told_init = True
@@ -96,7 +98,7 @@ class JobLog:
             start = self._keyframe_seqs[place] if place < len(self._keyframe_seqs) else self._media_end_seq
             if start is not None or self._is_closed:
                 break
-            await grown.wait()
+            await self._growth()
         async for event in self.read(len(self) if start is None else start):
             yield event
 
@@ -115,15 +117,30 @@ class JobLog:
             case "stream_complete" | "completed" if self._media_end_seq is None:
                 self._media_end_seq = event.seq
 
+    def _growth(self) -> asyncio.Future[None]:
+        """Done once there is more, or the end. To be awaited at once, so that nothing comes in between."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
+
     def _wake(self) -> None:
-        # Each waiter holds the event that was current when it looked, so none can miss what came after.
-        grown, self._grown = self._grown, asyncio.Event()
-        grown.set()
+        waiting, self._waiting = self._waiting, deque()
+        _wake_some(waiting)
 
     def __del__(self) -> None:
         # The last reader or the job's removal, whichever is later, closes the file.
         if self._fd >= 0:
             os.close(self._fd)
+
+
+def _wake_some(waiting: deque[asyncio.Future[None]]) -> None:
+    """Wakes a few readers, those that wait longest, and the rest later: the job itself runs on the same event loop."""
+    for _ in range(min(WAKE_AT_ONCE, len(waiting))):
+        future = waiting.popleft()
+        if not future.done():  # else its reader has gone
+            future.set_result(None)
+    if waiting:
+        asyncio.get_running_loop().call_soon(_wake_some, waiting)
 
 
 def _unwritable(error: OSError) -> PhaseError:

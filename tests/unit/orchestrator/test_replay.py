@@ -8,7 +8,7 @@ import pytest
 
 from h3stream.errors import PhaseError
 from h3stream.v1 import types_pb2, video_pb2
-from orchestrator.replay import JobLog
+from orchestrator.replay import WAKE_AT_ONCE, JobLog
 
 
 def event(seq: int, size: int = 10) -> video_pb2.Event:
@@ -72,6 +72,29 @@ async def test_memory_does_not_grow_with_what_is_logged_or_with_stalled_readers(
     tracemalloc.stop()
     assert used < 1_000_000, f"{used} bytes held for 50 MB of events"
     assert (await anext(readers[0])).seq == 1
+
+
+async def test_many_readers_do_not_keep_the_job_waiting(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "events.log")
+    log.append(event(0))
+    num_told = [0, 0]
+
+    async def follow() -> None:
+        async for seen in log.read():
+            num_told[seen.seq] += 1
+
+    readers = [asyncio.create_task(follow()) for _ in range(200)]
+    gone = [asyncio.create_task(follow()) for _ in range(5)]
+    await asyncio.sleep(0)
+    for reader in gone:
+        reader.cancel()
+    log.append(event(1))
+    for turn in range(1, 4):
+        assert num_told[1] <= turn * WAKE_AT_ONCE
+        await asyncio.sleep(0)
+    log.close(None)
+    await asyncio.gather(*readers)
+    assert num_told == [205, 200]
 
 
 async def test_a_removed_log_can_still_be_read_by_who_reads_it(tmp_path: Path) -> None:
