@@ -280,6 +280,14 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         "may be given several times",
     )
     group.add_argument(
+        "--artifact",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an artifact to keep (`h3stream info` lists them) in place of the server's choice; may be given several "
+        "times",
+    )
+    group.add_argument(
         "--preview-side",
         type=int,
         metavar="N",
@@ -360,6 +368,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         cancel_on_disconnect=arguments.cancel_on_disconnect,
         mode=arguments.mode,
         adapters=arguments.adapter,
+        artifacts=arguments.artifact,
         preview=_preview(arguments.preview_side, arguments.preview_every),
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from core.artifacts import DEFAULT_ARTIFACTS
 from core.geometry import num_samples
 from h3stream import (
     Accepted,
@@ -92,7 +93,7 @@ def test_its_final_file_is_whole_and_is_what_its_digest_says(server: Server, tmp
     data = (server.data / artifact.relative_path).read_bytes()
     assert (len(data), hashlib.sha256(data).hexdigest()) == (artifact.size_bytes, artifact.sha256)
     left = sorted(p.name for p in (server.data / "jobs" / done.job_id).iterdir())
-    assert left == ["events.log", "final.mp4"]
+    assert left == sorted(["events.log", *DEFAULT_ARTIFACTS])
 
 
 def test_the_same_request_gives_the_same_bytes_whatever_was_made_before(server: Server) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from core.artifacts import DEFAULT_ARTIFACTS
 from core.geometry import num_samples
 from h3stream import AsyncClient, Client, Completed, Fragment, InitSegment, Progress
 from h3stream.events import PhaseChange, StreamComplete
@@ -163,4 +164,4 @@ def test_the_final_file_is_whole_and_is_what_its_digest_says(server: Server, tmp
     assert (len(data), hashlib.sha256(data).hexdigest()) == (artifact.size_bytes, artifact.sha256)
     assert data.index(b"moov") < data.index(b"mdat"), "a player would have to read it to its end first"
     left = sorted(p.name for p in (server.data / "jobs" / done.job_id).iterdir())
-    assert left == ["events.log", "final.mp4"]
+    assert left == sorted(["events.log", *DEFAULT_ARTIFACTS])

@@ -140,7 +140,7 @@ async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None
     assert result.status == 0, result.err
     result = await run("generate", "a fox", "-o", "clip.mp4", "--window", "1")
     assert result.status == 0, result.err
-    dense = ("--mode", "dense", "--adapter", "turbo=-0.5", "--adapter", "style")
+    dense = ("--mode", "dense", "--adapter", "turbo=-0.5", "--adapter", "style", "--artifact", "audio.flac")
     result = await run("generate", "a fox", "-o", "clip.mp4", *dense)
     assert result.status == 0, result.err
     for stills in ("--preview-side 0", "--preview-every 2", "--preview-side 64 --preview-every 3"):
@@ -154,7 +154,7 @@ async def test_every_option_arrives(run: Run, service: FakeVideoService) -> None
         GenerateRequest("a fox", window=1, cancel_on_disconnect=True),
         GenerateRequest(
             "a fox", mode="dense", adapters=(AdapterChoice("turbo", -0.5), AdapterChoice("style")),
-            cancel_on_disconnect=True,
+            artifacts=("audio.flac",), cancel_on_disconnect=True,
         ),
         *(
             GenerateRequest("a fox", cancel_on_disconnect=True, preview=PreviewSpec(*preview))
