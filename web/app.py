@@ -17,6 +17,7 @@ holds no state that matters: all of it can be lost and everybody resumes.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import math
@@ -215,8 +216,6 @@ class Gateway:
         if wanted is not None:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{artifact.size_bytes}"
         status = 200 if wanted is None else 206
-        if request.method == "HEAD" or start == stop:
-            return Response(status_code=status, headers=headers, media_type=artifact.media_type)
         data = self._upstream.artifact_bytes(job.job_id, name, start, stop)
         return LiveResponse(data, status, headers, artifact.media_type)
 
@@ -224,12 +223,28 @@ class Gateway:
 class LiveResponse(StreamingResponse):
     """A body that is sent as it is made. If that fails, the connection is cut, so that nobody takes it for whole."""
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response; to HEAD without waiting for a body that may take minutes."""
+        if scope["method"] == "HEAD":
+            self.body_iterator = _nothing()
+        try:
+            await super().__call__(scope, receive, send)
+        except (
+            asyncio.CancelledError
+        ):  # the gateway stops, and this task with it: nothing that anybody should look into
+            log.info("a response is cut short: the gateway stops")
+
     async def stream_response(self, send: Send) -> None:
         """Sends the head and the body."""
         try:
             await super().stream_response(send)
         except GenerationError as error:
             log.warning("a response is cut short: %s", error)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    for _ in ():
+        yield b""
 
 
 class Guard:

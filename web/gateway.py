@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="where to serve [%(default)s]")
     parser.add_argument("--insecure", action="store_true", help="listen beyond loopback: callers are not authenticated")
     arguments = parser.parse_args(argv)
+    # uvicorn raises the signal that stopped it once more when it is done: to be told to stop is no failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         check_tcp_address(arguments.listen, insecure=arguments.insecure)
         asyncio.run(serve(arguments.server, arguments.listen, insecure=arguments.insecure))

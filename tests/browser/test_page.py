@@ -29,8 +29,9 @@ count(MediaSource.prototype, "addSourceBuffer", "buffers", 1);
 count(MediaSource.prototype, "removeSourceBuffer", "buffers", -1);
 const RealEventSource = EventSource;
 window.EventSource = class extends RealEventSource {
+  #isOpen = true;
   constructor(...given) { super(...given); counts.sources++; }
-  close() { if (this.readyState !== 2) counts.sources--; super.close(); }
+  close() { if (this.#isOpen) counts.sources--; this.#isOpen = false; super.close(); }
 };
 """
 WITHOUT_MSE = "delete window.MediaSource; delete window.ManagedMediaSource;"
@@ -232,6 +233,14 @@ async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: L
         service.allow(99)
         await start(page, 22)  # and the next clip plays
         await page.until(f"{ENDED} && artifacts.childElementCount === 3")
+
+
+async def test_a_clip_that_is_unknown_is_told(opened: Opener, proxy: Proxy) -> None:
+    async with opened() as page:
+        await page.run("location.hash = '#job=nothing'")
+        await page.until("problem.textContent.includes('does not know this clip')")
+        assert await page.run("location.hash === '' && !generate.disabled")
+        assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
 
 
 async def test_a_clip_without_a_stream_ends_with_its_files(opened: Opener, service: LiveService) -> None:

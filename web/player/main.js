@@ -122,8 +122,9 @@ class Session {
   async #end({ state, error }) {
     say(ENDINGS[state] ?? state, "");
     $("detail").textContent = "";
-    $("cancel").hidden = true;
     $("generate").disabled = false;
+    if (["cancel", "stage"].includes(document.activeElement.id)) $("generate").focus({ preventScroll: true });
+    $("cancel").hidden = true;
     if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
     const isWhole = state === "succeeded";
     if (!isWhole || this.#numFragments === 0) {
@@ -193,6 +194,7 @@ async function submit() {
     const jobId = await createJob(form.request());
     history.pushState(null, "", `#job=${encodeURIComponent(jobId)}`);
     attach(jobId);
+    $("stage").focus({ preventScroll: true }); // the button that had it is off
     if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
   } catch (error) {
     $("generate").disabled = false;
@@ -278,9 +280,7 @@ function seconds(frames) {
 }
 
 function showMuted() {
-  const { muted } = $("video");
-  $("unmute").textContent = muted ? "Unmute" : "Mute";
-  $("unmute").setAttribute("aria-pressed", String(!muted));
+  $("unmute").textContent = $("video").muted ? "Unmute" : "Mute";
 }
 
 function jobInAddress() {
@@ -289,6 +289,7 @@ function jobInAddress() {
 
 async function cancel() {
   const { jobId } = session;
+  $("stage").focus({ preventScroll: true });
   $("cancel").disabled = true;
   say("Cancelling", "");
   try {

@@ -129,6 +129,8 @@ async def test_a_cancelled_job_tells_how_it_ended(http_call: Http, service: Live
     playing = asyncio.create_task(http_call("GET", f"/api/jobs/{job_id}/stream.mp4"))
     while service.num_attached < 2:
         await asyncio.sleep(0.01)
+    status, headers, data = await http_call("HEAD", f"/api/jobs/{job_id}/stream.mp4")  # answers while the job runs
+    assert (status, headers["Content-Type"], data) == (200, "video/mp4", b"")
     status, job = await http_call.json("DELETE", f"/api/jobs/{job_id}")
     assert (status, job["state"]) == (200, "cancelled")
     last = messages((await following)[2])[-1]
@@ -262,6 +264,37 @@ async def test_a_server_that_is_away_is_told() -> None:
     async with running_gateway("127.0.0.1:1") as gateway:
         status, answer = await Http(gateway).json("GET", "/api/info")
     assert (status, answer["error"]["reason"]) == (503, "NOT_READY")
+
+
+async def test_a_taken_port_is_told_in_one_line(http_call: Http) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "web.gateway", "--listen", http_call.address, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    assert said.decode().splitlines()[-1] == (f"h3stream: nothing can listen at {http_call.address}; it may be in use")
+    assert b"Traceback" not in said
+
+
+async def test_it_stops_at_once_though_streams_are_open(service: LiveService) -> None:
+    service.allow(1)
+    async with serve_live(service) as address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "web.gateway", "--server", address, "--listen", "127.0.0.1:0",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        http_call = Http((await process.stdout.readline()).decode().strip().removeprefix("listening on http://"))
+        job_id = await http_call.create()
+        connection = http.client.HTTPConnection(http_call.address)
+        connection.request("GET", f"/api/jobs/{job_id}/events")
+        while not service.num_attached:
+            await asyncio.sleep(0.01)
+        process.terminate()
+        _, said = await process.communicate()
+        connection.close()
+    assert process.returncode == 0, said
+    assert b"Traceback" not in said, said.decode()
 
 
 async def test_beyond_loopback_only_when_told_so() -> None:
