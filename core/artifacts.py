@@ -40,7 +40,7 @@ ARTIFACTS = {**WORKER_ARTIFACTS, **SERVER_ARTIFACTS}
 
 DEFAULT_ARTIFACTS = tuple(name for name in ARTIFACTS if name != FRAMES)
 """What is kept where a request names nothing. Lossless frames are left out: they weigh hundreds of megabytes where the
-others together weigh some ten."""
+others together weigh some tens."""
 
 
 def artifact_violations(names: Sequence[str]) -> Iterator[Violation]:
