@@ -107,8 +107,10 @@ def read_modules(checkpoint: Checkpoint) -> tuple[Format, tuple[AdapterModule, .
         {module: checkpoint.tensors[sides["alpha"]] for module, sides in keys.modules.items() if "alpha" in sides}
     )
     if wrong := [module for module, alpha in own.items() if not is_alpha(alpha)]:
-        rule = f"no number above 0 and up to {MAX_ALPHA:g}"
-        raise CheckpointError(f"{checkpoint.path}: {len(wrong)} alphas that are {rule}: {summary(wrong)}")
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(wrong)} alphas that are no number above 0 and up to {MAX_ALPHA:g}: "
+            f"{summary(wrong)}"
+        )
     modules = []
     for module, sides in keys.modules.items():
         down, up, rule = checkpoint.tensors[sides["down"]], checkpoint.tensors[sides["up"]], keys.format.rule(module)
