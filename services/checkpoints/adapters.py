@@ -22,7 +22,7 @@ from services.checkpoints.adapter_formats import PEFT, RAVEN, Format, Keys, is_a
 from services.checkpoints.header import open_file, read_exactly, strict_json
 from services.checkpoints.key_map import Rule, summary
 from services.checkpoints.layout import Recognition
-from services.checkpoints.peft_config import FILE_NAME, PeftConfig, is_alpha, read_peft_config
+from services.checkpoints.peft_config import FILE_NAME, MAX_ALPHA, PeftConfig, is_alpha, read_peft_config
 from services.checkpoints.source import Checkpoint, StoredTensor, read_json_object
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -107,7 +107,10 @@ def read_modules(checkpoint: Checkpoint) -> tuple[Format, tuple[AdapterModule, .
         {module: checkpoint.tensors[sides["alpha"]] for module, sides in keys.modules.items() if "alpha" in sides}
     )
     if wrong := [module for module, alpha in own.items() if not is_alpha(alpha)]:
-        raise CheckpointError(f"{checkpoint.path}: {len(wrong)} alphas that are no number above 0: {summary(wrong)}")
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(wrong)} alphas that are no number above 0 and up to {MAX_ALPHA:g}: "
+            f"{summary(wrong)}"
+        )
     modules = []
     for module, sides in keys.modules.items():
         down, up, rule = checkpoint.tensors[sides["down"]], checkpoint.tensors[sides["up"]], keys.format.rule(module)
@@ -194,7 +197,8 @@ def _stated(checkpoint: Checkpoint, format_: Format) -> _Stated:
     if setting := next((name for name in format_.alpha_settings if name in metadata), None):
         uniform = _number(metadata[setting])
         if not is_alpha(uniform):
-            raise ValueError(f"its metadata says {setting} {metadata[setting]!r:.40}, which is no number above 0")
+            rule = f"no number above 0 and up to {MAX_ALPHA:g}"
+            raise ValueError(f"its metadata says {setting} {metadata[setting]!r:.40}, which is {rule}")
     try:
         config = _config(checkpoint, format_, is_needed=uniform is None)
         return _Stated(format_, uniform, None if config is None else read_peft_config(config))

@@ -7,7 +7,6 @@ Source: huggingface.co/docs/peft, "LoRA", `LoraConfig`; github.com/huggingface/p
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 
 FILE_NAME = "adapter_config.json"
 """Beside `adapter_model.safetensors`."""
+MAX_ALPHA = 1e6
+"""Far above any that was trained; what an update is scaled with must stay a number in float32."""
 
 _NAME = re.compile(r"\^?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 _SWITCHES = {
@@ -86,7 +87,7 @@ def read_peft_config(values: dict[str, Any]) -> PeftConfig:
 
 def is_alpha(value: float) -> bool:
     """Whether a number can be an alpha."""
-    return 0 < value < math.inf  # NaN compares false
+    return 0 < value <= MAX_ALPHA  # NaN compares false
 
 
 def _patterns(patterns: Any, check: Callable[[Any], float]) -> Patterns:
@@ -102,7 +103,7 @@ def _patterns(patterns: Any, check: Callable[[Any], float]) -> Patterns:
 
 def _alpha(value: Any) -> float:
     if type(value) not in (int, float) or not is_alpha(value):
-        raise ValueError(f"has an alpha of {reprlib.repr(value)}; it must be a number above 0")
+        raise ValueError(f"has an alpha of {reprlib.repr(value)}; it must be a number above 0 and up to {MAX_ALPHA:g}")
     return float(value)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,19 +45,29 @@ def load_parameters(
     Raises CheckpointError if a file has changed or cannot be read any more.
     """
     wanted = {key: tensor for key, tensor in tensors.items() if key in key_map and key_map[key].targets}
+    # All parameters of a published tensor run in one dtype.
+    dtypes = {key: dtype_of(key_map[key].targets[0]) for key in wanted}
+    kept = {
+        key
+        for key, tensor in wanted.items()
+        if key_map[key].rows is Rows.SAME and dtypes[key] in (None, DTYPES.get(tensor.info.dtype))
+    }
+    # Taken once: an allocator that keeps some of what is freed would add up over hundreds of tensors.
+    largest = max((tensor.info.num_bytes for key, tensor in wanted.items() if key not in kept), default=0)
+    scratch = torch.empty(largest, dtype=torch.uint8)
     parameters: dict[str, Tensor] = {}
-    for key, stored in read_tensors(wanted):
-        rule = key_map[key]
-        # All parameters of a published tensor run in one dtype.
-        dtype = dtype_of(rule.targets[0])
-        parameters.update(zip(rule.targets, split_rows(rule, stored, dtype), strict=True))
-        del stored  # before the next one is read
+    for path, group in _by_file(wanted):
+        with open_file(path) as fd:
+            for key, stored in group:
+                tensor = _read(fd, key, stored, None if key in kept else scratch)
+                rule = key_map[key]
+                parameters.update(zip(rule.targets, split_rows(rule, tensor, dtypes[key]), strict=True))
     return parameters
 
 
 def read_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Reads tensors one by one, in the order given; one file at a time is open. Raises CheckpointError."""
-    for path, group in itertools.groupby(tensors.items(), lambda item: item[1].path):
+    for path, group in _by_file(tensors):
         with open_file(path) as fd:
             for key, stored in group:
                 yield key, _read(fd, key, stored)
@@ -112,11 +123,20 @@ def _copied(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def _read(fd: int, key: str, stored: StoredTensor) -> Tensor:
+def _by_file(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[Path, Iterable[tuple[str, StoredTensor]]]]:
+    return itertools.groupby(tensors.items(), lambda item: item[1].path)
+
+
+def _read(fd: int, key: str, stored: StoredTensor, scratch: Tensor | None = None) -> Tensor:
+    """The tensor, in memory of its own or at the start of `scratch`, `[bytes]`."""
     info = stored.info
     if info.dtype not in DTYPES:
         raise CheckpointError(f"{stored.path}: {key!r} is {info.dtype}, which is not read here")
-    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    dtype = DTYPES[info.dtype]
+    if scratch is None:
+        tensor = torch.empty(info.shape, dtype=dtype)
+    else:
+        tensor = scratch[: info.num_bytes].view(dtype).view(info.shape)
     buffer: Any = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     position = 0
     while position < info.num_bytes:

@@ -115,8 +115,8 @@ class VideoServiceServicer:
 
     def Attach(self, request, context):
         """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
-        from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
-        as Generate does. Leaving never cancels the job.
+        from where the caller wants to start. Any number of callers may, at their own pace; one that stalls costs nothing.
+        Ends as Generate does. Leaving never cancels the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

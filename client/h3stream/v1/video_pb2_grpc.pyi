@@ -56,8 +56,8 @@ class VideoServiceStub:
     """
     Attach: _grpc.UnaryStreamMultiCallable[_video_pb2.AttachRequest, _video_pb2.AttachResponse]
     """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
-    from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
-    as Generate does. Leaving never cancels the job.
+    from where the caller wants to start. Any number of callers may, at their own pace; one that stalls costs nothing.
+    Ends as Generate does. Leaving never cancels the job.
     """
     DownloadArtifact: _grpc.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]
     """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
@@ -98,8 +98,8 @@ class VideoServiceAsyncStub(VideoServiceStub):
     """
     Attach: _aio.UnaryStreamMultiCallable[_video_pb2.AttachRequest, _video_pb2.AttachResponse]  # type: ignore[assignment]
     """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
-    from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
-    as Generate does. Leaving never cancels the job.
+    from where the caller wants to start. Any number of callers may, at their own pace; one that stalls costs nothing.
+    Ends as Generate does. Leaving never cancels the job.
     """
     DownloadArtifact: _aio.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]  # type: ignore[assignment]
     """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
@@ -155,8 +155,8 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_video_pb2.AttachResponse], _abc.AsyncIterator[_video_pb2.AttachResponse]]:
         """Sends the events of a job from its log, live ones as they come: those of Generate, with the same numbers and bytes,
-        from where the caller wants to start. Any number of callers may, at their own pace; none of them slows the job. Ends
-        as Generate does. Leaving never cancels the job.
+        from where the caller wants to start. Any number of callers may, at their own pace; one that stalls costs nothing.
+        Ends as Generate does. Leaving never cancels the job.
         """
 
     @_abc_1.abstractmethod

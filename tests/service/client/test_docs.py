@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import re
 import shlex
 from collections.abc import AsyncIterator
@@ -14,10 +16,12 @@ from h3stream import GenerateRequest, errors
 from h3stream.cli import make_parser
 from h3stream.codec import PAYLOADS
 from h3stream.status import STATUS_OF
+from orchestrator.config import Settings
 from tests.fakes import FakeVideoService, media_of, plan_of, serve_video
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "api.md").read_text()
+WEIGHTS = (ROOT / "docs" / "getting-the-weights.md").read_text()
 READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 
 
@@ -45,11 +49,20 @@ async def test_every_program_runs(
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", "".join(blocks(GUIDE, "sh") + blocks(READMES, "sh")).splitlines())
+def commands(text: str) -> list[str]:
+    return "".join(blocks(text, "sh")).replace("\\\n", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    "line",
+    commands(GUIDE) + commands(READMES) + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
+)
 def test_every_command_parses(line: str) -> None:
     words = shlex.split(line.partition("#")[0].partition("|")[0])
     assert words[0] == "h3stream"
     _, extra = make_parser().parse_known_args(words[1:])
+    allowed = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Settings)}
+    assert {word for word in extra if word.startswith("-")} <= allowed
     assert words[1] == "serve" or extra == []
 
 
@@ -66,7 +79,37 @@ def test_the_table_of_events_is_the_contract() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "client/README.md", "docs/api.md", "docs/architecture.md", "docs/web.md"]
+    ("file", "table"),
+    [
+        ("`transformer/` (14 shards)", "dit.diffusers"),
+        ("`FL2VA/transformer/` (13 shards)", "dit.official"),
+        ("`diffusion_models/minimax_h3_fl2va_bf16.safetensors`", "dit.comfy_bf16"),
+        ("`text_encoder/`, `FL2VA/text_encoder/` (14 shards)", "text_encoder.transformers"),
+        ("`text_encoders/qwen3vl_32b_minimax_h3_bf16.safetensors`", "text_encoder.comfy_bf16"),
+        ("`text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors`", "text_encoder.comfy_nvfp4_awq"),
+        ("`vae/` (3 shards)", "video_vae.diffusers"),
+        ("`FL2VA/video_vae/source/`", "video_vae.official"),
+        ("`vae/minimax_h3_video_vae_fp16.safetensors`", "video_vae.comfy_fp16"),
+        ("`audio_vae/`, `FL2VA/audio_vae/`", "audio_vae.diffusers_and_official"),
+        ("`vae/minimax_h3_audio_vae_fp32.safetensors`", "audio_vae.comfy_fp32"),
+    ],
+)
+def test_the_sizes_of_the_published_files_are_those_of_their_tables(file: str, table: str) -> None:
+    size = json.loads((ROOT / f"tests/fixtures/checkpoints/{table}.json").read_text())["total_bytes"]
+    (row,) = [line for line in WEIGHTS.splitlines() if line.startswith(f"| {file} |")]
+    assert row.split(" | ")[2] == f"{size / 1e9:.2f} GB"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "client/README.md",
+        "docs/api.md",
+        "docs/architecture.md",
+        "docs/getting-the-weights.md",
+        "docs/web.md",
+    ],
 )
 def test_every_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()

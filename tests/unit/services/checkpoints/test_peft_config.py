@@ -84,9 +84,10 @@ def test_ten_thousand_patterns_cost_no_more_than_a_look_up_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "is_one"), [(1.0, True), (0.0, False), (-1.0, False), (float("nan"), False), (float("inf"), False)]
+    ("value", "is_one"),
+    [(1.0, True), (1e6, True), (0.0, False), (-1.0, False), (1e308, False), (float("nan"), False)],
 )
-def test_an_alpha_is_a_finite_number_above_0(value: float, is_one: bool) -> None:
+def test_an_alpha_is_above_0_and_small_enough_to_scale_with(value: float, is_one: bool) -> None:
     assert is_alpha(value) is is_one
 
 
