@@ -42,7 +42,7 @@ def main() -> None:
 async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     stop = StopSignal(exit_with_parent)
-    log.info("settings: %s", settings)
+    log.info("settings: %s", settings.public())
     model = read_model_info(settings.model, settings.parts)
     with (
         _take_data_directory(settings.data),
@@ -58,6 +58,8 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
             adapters,
             allow_partial_adapters=settings.allow_partial_adapters,
         )
+        if not any(adapter.is_streaming for adapter in adapters):
+            log.warning("there is no streaming adapter: only dense clips can be made (--adapter raven=PATH)")
         _prepare_ray(os.environ)
         from orchestrator.lanes import RayCluster, RayLane
 

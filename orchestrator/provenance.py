@@ -49,11 +49,15 @@ def provenance_of(
         "plan": as_json(job.plan),
         "sigmas": sigmas_of(job.clip),
         "kv_storage": kv_storage,
+        "residency": "exclusive",
         "server_version": metadata.version("h3stream-server"),
         "workers": {
             worker.worker: {
                 "device": worker.device,
+                "kernels": worker.kernels,
                 "weight_bytes": worker.weight_bytes,
+                "peak_host_bytes": worker.peak_host_bytes,
+                "peak_device_bytes": worker.peak_device_bytes,
                 "library_versions": dict(worker.library_versions),
                 "weight_digests": dict(worker.weight_digests),
                 "parts": [as_json(part) for part in worker.parts],

@@ -6,6 +6,7 @@ without a GPU the device is the host and its copies are real copies: the same co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -94,6 +95,22 @@ class DeviceWeights:
     def free_device_bytes(self) -> int:
         """Free memory of the device as its driver reports it; 0 where the device is the host."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    def kernels(self) -> str:
+        """What decides the last bits of what is computed with them: their dtypes, most bytes first, and the device."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._host:
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            device = f"{properties.name} (compute capability {properties.major}.{properties.minor})"
+        else:
+            device = f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+        return f"{', '.join(dtype for dtype, _ in sizes.most_common())} on {device}"
+
+    def peak_device_bytes(self) -> int:
+        """Most memory of the device that this process has held; 0 where the device is the host."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _free(self) -> None:
         for tensor, host in zip(self._tensors, self._host, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -80,6 +81,9 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
             parts=map(model_part_to_proto, self._worker.parts),
             adapters=map(adapter_to_proto, self._adapters),
             preview_map=None if self._preview_map is None else self._preview_map.to_proto(),
+            kernels=weights.kernels(),
+            peak_host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # told in KiB
+            peak_device_bytes=weights.peak_device_bytes(),
         )
 
     async def EnterPhase(self, request: workers_pb2.EnterPhaseRequest, context: Any) -> workers_pb2.EnterPhaseResponse:

@@ -56,6 +56,8 @@ async def test_the_provenance_says_all_that_it_takes_to_make_the_clip_again(serv
     assert told["sigmas"] == {"video": list(grid(3, 12.0)), "audio": list(grid(3, 3.0))}
     assert told["kv_storage"] == ("" if mode == "dense" else "KV_STORAGE_GPU")
     assert told["workers"].keys() == {"text_encoder", "dit", "vae"}
+    assert told["residency"] == "exclusive"
+    assert all(worker["kernels"] and worker["peak_host_bytes"] > 0 for worker in told["workers"].values())
     assert told["workers"]["dit"]["weight_digests"] == {"dit/model.safetensors": "00" * 32}
     names = {"turbo"} if mode == "dense" else {"turbo", "raven"}
     assert {adapter["name"] for adapter in told["workers"]["dit"]["adapters"]} == names

@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids", "parts", "adapters", "preview_map")
+    __slots__ = ("worker", "device", "weight_bytes", "device_weight_bytes", "weight_digests", "library_versions", "session_ids", "parts", "adapters", "preview_map", "kernels", "peak_host_bytes", "peak_device_bytes")
     class WeightDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,9 @@ class DescribeResponse(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_MAP_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     device: str
     weight_bytes: int
@@ -47,7 +50,10 @@ class DescribeResponse(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelPart]
     adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterInfo]
     preview_map: _types_pb2.PreviewMap
-    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ...) -> None: ...
+    kernels: str
+    peak_host_bytes: int
+    peak_device_bytes: int
+    def __init__(self, worker: _Optional[str] = ..., device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., device_weight_bytes: _Optional[int] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., session_ids: _Optional[_Iterable[str]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ..., kernels: _Optional[str] = ..., peak_host_bytes: _Optional[int] = ..., peak_device_bytes: _Optional[int] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
     __slots__ = ()

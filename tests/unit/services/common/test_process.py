@@ -90,6 +90,9 @@ async def test_a_worker_tells_what_it_is_and_what_it_holds(process: WorkerProces
     await process.stop()
     assert (answer.worker, answer.device) == ("dit", "cpu")
     assert (answer.weight_bytes, answer.device_weight_bytes) == (36, 0)
+    assert answer.kernels.startswith("float32 on CPU (")
+    assert answer.peak_host_bytes > 50 << 20  # torch alone
+    assert answer.peak_device_bytes == 0
     assert answer.weight_digests == {"transformer/model.safetensors": "ab" * 32}
     assert answer.library_versions == {"torch": torch.__version__}
     assert list(answer.session_ids) == ["job-1"]

@@ -192,3 +192,10 @@ def test_auto_is_the_first_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_device_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="device 'gpu0' is unknown"):
         resolve_device("gpu0")
+
+
+def test_the_kernels_are_told_by_the_dtypes_that_weigh_most_first() -> None:
+    narrow, wide = nn.Linear(2, 2), nn.Linear(8, 8, dtype=torch.bfloat16)
+    told = DeviceWeights([narrow, wide], torch.device("cpu")).kernels()
+    assert told.startswith("bfloat16, float32 on CPU (")
+    assert f"{torch.get_num_threads()} threads" in told
