@@ -67,6 +67,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
         self._adapters = served.adapters
         self._preview_map = served.preview_map
         self._versions = {name: metadata.version(name) for name in served.libraries}
+        self._kernels = served.worker.weights.kernels()
 
     async def Describe(self, request: workers_pb2.DescribeRequest, context: Any) -> workers_pb2.DescribeResponse:
         weights = self._worker.weights
@@ -81,7 +82,7 @@ class WorkerServicer(workers_pb2_grpc.WorkerServiceServicer):
             parts=map(model_part_to_proto, self._worker.parts),
             adapters=map(adapter_to_proto, self._adapters),
             preview_map=None if self._preview_map is None else self._preview_map.to_proto(),
-            kernels=weights.kernels(),
+            kernels=self._kernels,
             peak_host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # told in KiB
             peak_device_bytes=weights.peak_device_bytes(),
         )
