@@ -47,11 +47,24 @@ class Proxy:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self.is_open = True
         self.is_silent = False
         self.num_cut = 0
 
-    async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._pass_on(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def close(self) -> None:
+        """Ends every connection and waits until it has."""
+        self.is_open = False
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.is_open:
             writer.transport.abort()
             return
@@ -90,12 +103,11 @@ def service() -> LiveService:
 async def proxy(service: LiveService) -> AsyncIterator[Proxy]:
     async with serve_live(service) as address, running_gateway(address) as gateway:
         proxy = Proxy(gateway)
-        server = await asyncio.start_server(proxy.pass_on, "127.0.0.1", 0)
+        server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
         proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"  # type: ignore[attr-defined]
         yield proxy
-        proxy.is_open = False
         server.close()
-        proxy.cut()
+        await proxy.close()
 
 
 @pytest.fixture

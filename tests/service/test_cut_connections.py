@@ -27,27 +27,43 @@ class CuttingProxy:
     target: str
     dice: random.Random
     num_cuts: int = 0
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
+    """The connections; asyncio itself holds them weakly, and lets them go in the middle once their sockets are shut."""
     _next_limit: int = 0
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._next_limit = MIN_FIRST_BYTES + self.dice.randrange(MAX_BYTES)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self.serving.add(task)
+        task.add_done_callback(self.serving.discard)
+
+    async def close(self) -> None:
+        for task in self.serving:
+            task.cancel()
+        await asyncio.gather(*self.serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         limit, self._next_limit = self._next_limit, self.dice.randrange(MAX_BYTES)
         host, _, port = self.target.rpartition(":")
         server_reader, server_writer = await asyncio.open_connection(host, int(port))
         upwards = asyncio.create_task(self._copy(reader, server_writer))
-        while limit and (data := await server_reader.read(limit)):
-            limit -= len(data)
-            writer.write(data)
-            await writer.drain()
-        self.num_cuts += not limit
-        upwards.cancel()
-        server_writer.transport.abort()
-        if self.dice.random() < 0.5:
-            writer.transport.abort()  # what was not sent yet is lost too
-        writer.close()
+        try:
+            while limit and (data := await server_reader.read(limit)):
+                limit -= len(data)
+                writer.write(data)
+                await writer.drain()
+            self.num_cuts += not limit
+        except ConnectionError:
+            pass
+        finally:
+            upwards.cancel()
+            await asyncio.gather(upwards, return_exceptions=True)
+            server_writer.transport.abort()
+            if self.dice.random() < 0.5:
+                writer.transport.abort()  # what was not sent yet is lost too
+            writer.close()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
@@ -58,17 +74,12 @@ class CuttingProxy:
 async def cutting(service: Service, seed: int) -> AsyncIterator[tuple[CuttingProxy, str]]:
     proxy = CuttingProxy(service.address, random.Random(seed))
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await proxy.serve(reader, writer)
-        except (ConnectionError, asyncio.CancelledError):
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     try:
         yield proxy, f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        await proxy.close()
 
 
 async def logged(service: Service, job_id: str) -> list[Event]:
