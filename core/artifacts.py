@@ -18,6 +18,16 @@ SOUND = "audio.flac"
 LATENTS = "latents.safetensors"
 """What the DiT made."""
 
+REFINED = "refined.mp4"
+"""The clip with its refined sound, normalised over the whole clip; the video packets are the source's, where the video
+has not moved."""
+REFINED_SOUND = "refined.flac"
+"""The refined sound before any normalisation."""
+REFINED_LATENTS = "refined-latents.safetensors"
+"""The latents after refinement."""
+COMPARISON = "refine-compare.png"
+"""Spectrograms of the refined sound and of the exact result."""
+
 TIMELINE = "timeline.json"
 """When each phase began and each fragment left."""
 PROVENANCE = "provenance.json"
@@ -34,6 +44,14 @@ WORKER_ARTIFACTS = {
 
 SERVER_ARTIFACTS = {TIMELINE: "application/json", PROVENANCE: "application/json"}
 """Those that the orchestrator writes once the others are there, in this order."""
+
+REFINED_ARTIFACTS = {
+    REFINED: "video/mp4",
+    REFINED_SOUND: "audio/flac",
+    REFINED_LATENTS: "application/octet-stream",
+    COMPARISON: "image/png",
+}
+"""Those of a refinement, with their media types: all are kept, the last where two results are compared."""
 
 ARTIFACTS = {**WORKER_ARTIFACTS, **SERVER_ARTIFACTS}
 """All that a request may name, with their media types."""

@@ -15,6 +15,7 @@ class Phase(Enum):
     COMMIT = "commit"
     DECODE = "decode"
     FINISH = "finish"
+    REFINE = "refine"
 
 
 class Worker(Enum):
@@ -33,16 +34,19 @@ HOLDER: dict[Phase, Worker | None] = {
     Phase.COMMIT: Worker.DIT,
     Phase.DECODE: Worker.VAE,
     Phase.FINISH: None,
+    Phase.REFINE: Worker.DIT,
 }
 """Whose weights a phase needs on the device."""
 
 MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.QUEUED: frozenset({Phase.ENCODE, Phase.PREFILL}),  # a prompt seen before skips the encoder
-    Phase.ENCODE: frozenset({Phase.PREFILL}),
+    # A prompt seen before skips the encoder; a job that only refines has no text to prefill.
+    Phase.QUEUED: frozenset({Phase.ENCODE, Phase.PREFILL, Phase.REFINE}),
+    Phase.ENCODE: frozenset({Phase.ENCODE, Phase.PREFILL, Phase.REFINE}),  # again for the negative prompt
     Phase.PREFILL: frozenset({Phase.DENOISE}),
     Phase.DENOISE: frozenset({Phase.DECODE, Phase.COMMIT}),  # chunk 0 completes no frame: it waits for chunk 1
     Phase.DECODE: frozenset({Phase.DECODE, Phase.COMMIT, Phase.FINISH}),  # the tail and dense clips: no commit
     Phase.COMMIT: frozenset({Phase.DENOISE}),
-    Phase.FINISH: frozenset(),
+    Phase.FINISH: frozenset({Phase.ENCODE, Phase.REFINE}),  # the clip has been delivered: its sound may be refined
+    Phase.REFINE: frozenset({Phase.DECODE}),
 }
 """Allowed successors of each phase."""

@@ -147,25 +147,25 @@ def clip_violations(clip: ClipValues) -> list[Violation]:
         *_side_violations("width", clip.width),
         *_side_violations("height", clip.height),
         *_area_violations(clip.width, clip.height),
-        *_integer_violations("steps", clip.steps, MIN_STEPS, MAX_STEPS),
-        *_shift_violations("video_shift", clip.video_shift),
-        *_shift_violations("audio_shift", clip.audio_shift),
+        *integer_violations("steps", clip.steps, MIN_STEPS, MAX_STEPS),
+        *range_violations("video_shift", clip.video_shift, MIN_SHIFT, MAX_SHIFT),
+        *range_violations("audio_shift", clip.audio_shift, MIN_SHIFT, MAX_SHIFT),
         *_retention_violations(clip),
         *_choice_violations("kv_storage", clip.kv_storage, KV_STORAGES),
-        *_integer_violations("seed", clip.seed, MIN_SEED, MAX_SEED),
+        *integer_violations("seed", clip.seed, MIN_SEED, MAX_SEED),
         *_choice_violations("mode", clip.mode, MODES),
-        *_adapter_violations(clip.adapters),
+        *adapter_violations(clip.adapters),
     ]
 
 
 def preview_violations(preview: PreviewValues) -> list[Violation]:
     """Every rule that a request for stills breaks; empty if they can be made. A `max_side` of 0 asks for none."""
     side = (
-        _integer_violations("preview.max_side", preview.max_side, MIN_PREVIEW_SIDE, MAX_PREVIEW_SIDE, also=" or 0")
+        integer_violations("preview.max_side", preview.max_side, MIN_PREVIEW_SIDE, MAX_PREVIEW_SIDE, also=" or 0")
         if preview.max_side != 0
         else []
     )
-    return [*side, *_integer_violations("preview.every_steps", preview.every_steps, 1, MAX_STEPS)]
+    return [*side, *integer_violations("preview.every_steps", preview.every_steps, 1, MAX_STEPS)]
 
 
 def clip_warnings(clip: ClipValues) -> list[tuple[str, str]]:
@@ -293,19 +293,21 @@ def _largest_canvas_like(width: int, height: int) -> tuple[int, int]:
     return columns * CANVAS_MULTIPLE, rows * CANVAS_MULTIPLE
 
 
-def _shift_violations(name: str, shift: float) -> list[Violation]:
-    rule = f"it must be from {MIN_SHIFT:g} to {MAX_SHIFT:g}"
-    if math.isnan(shift):
+def range_violations(name: str, value: float, low: float, high: float) -> list[Violation]:
+    """What is wrong with a number that must lie in a range."""
+    rule = f"it must be from {low:g} to {high:g}"
+    if math.isnan(value):
         return [Violation(name, f"{name} is NaN, not a number; {rule}", "NOT_A_NUMBER")]
-    if not MIN_SHIFT <= shift <= MAX_SHIFT:
-        nearest = MIN_SHIFT if shift < MIN_SHIFT else MAX_SHIFT
-        value = repr(shift) if math.isfinite(shift) else f"infinite ({shift})"
-        description = f"{name} is {value}; {rule}; the nearest valid value is {nearest:g}"
+    if not low <= value <= high:
+        nearest = low if value < low else high
+        found = repr(value) if math.isfinite(value) else f"infinite ({value})"
+        description = f"{name} is {found}; {rule}; the nearest valid value is {nearest:g}"
         return [Violation(name, description, "OUT_OF_RANGE")]
     return []
 
 
-def _integer_violations(name: str, value: int, low: int, high: int, *, also: str = "") -> list[Violation]:
+def integer_violations(name: str, value: int, low: int, high: int, *, also: str = "") -> list[Violation]:
+    """What is wrong with an integer that must lie in a range."""
     if not _is_integer(value):
         return [_not_an_integer(name, value)]
     if not low <= value <= high:
@@ -322,8 +324,8 @@ def _retention_violations(clip: ClipValues) -> list[Violation]:
             for name, value, unset in (("sink", clip.sink, 0), ("window", clip.window, None))
             if value != unset
         ]
-    window = [] if clip.window is None else _integer_violations("window", clip.window, MIN_WINDOW, MAX_WINDOW)
-    return [*_integer_violations("sink", clip.sink, MIN_SINK, MAX_SINK), *window]
+    window = [] if clip.window is None else integer_violations("window", clip.window, MIN_WINDOW, MAX_WINDOW)
+    return [*integer_violations("sink", clip.sink, MIN_SINK, MAX_SINK), *window]
 
 
 def _choice_violations(name: str, value: str, allowed: tuple[str, ...]) -> list[Violation]:
@@ -332,8 +334,8 @@ def _choice_violations(name: str, value: str, allowed: tuple[str, ...]) -> list[
     return [Violation(name, f"{name} is {value!r}; it must be one of {', '.join(allowed)}", "UNKNOWN_VALUE")]
 
 
-def _adapter_violations(adapters: Sequence[AdapterValues]) -> list[Violation]:
-    """Whether there are such adapters is the registry's to say."""
+def adapter_violations(adapters: Sequence[AdapterValues]) -> list[Violation]:
+    """What is wrong with a list of adapters; whether there are such is the registry's to say."""
     if len(adapters) > MAX_ADAPTERS:
         description = f"adapters holds {len(adapters)} adapters; at most {MAX_ADAPTERS} are accepted"
         return [Violation("adapters", description, "TOO_MANY")]

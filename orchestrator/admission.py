@@ -22,9 +22,10 @@ from core.request import (
     preview_violations,
     prompt_violations,
 )
+from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.codec import clip_spec_to_proto, preview_spec_to_proto
 from h3stream.errors import UnsupportedError
-from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
+from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
 from services.common.refusal import refuse

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 from h3stream.errors import ArtifactNotFoundError, FieldViolation
-from h3stream.request import invalid_request
+from h3stream.fields import invalid_request
 from h3stream.v1 import types_pb2
 from orchestrator.job import Job
 

@@ -18,7 +18,8 @@ from h3stream.codec import (
     request_from_proto,
 )
 from h3stream.errors import FieldViolation, InvalidRequestError
-from h3stream.request import ClipSpec, GenerateRequest, invalid_request
+from h3stream.fields import invalid_request
+from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings

@@ -14,6 +14,7 @@ import grpc
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents, valid_frame_counts
 from h3stream import codec
+from h3stream.adapters import AdapterUse
 from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import FieldViolation, GenerationError, JobCancelledError, JobNotFoundError, OffGridError
 from h3stream.events import (
@@ -34,7 +35,7 @@ from h3stream.events import (
     Timings,
 )
 from h3stream.job import AdapterInfo, Job, ServerInfo
-from h3stream.request import AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
+from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from services.common.rpc import RpcServer
 

@@ -10,9 +10,11 @@ from datetime import datetime
 from typing import Any
 
 from h3stream import errors
+from h3stream.adapters import AdapterChoice
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Event, Preview
-from h3stream.request import AdapterChoice, GenerateRequest, PreviewSpec, invalid_request
+from h3stream.fields import invalid_request
+from h3stream.request import GenerateRequest, PreviewSpec
 
 REQUEST_FIELDS = tuple(
     field.name for field in dataclasses.fields(GenerateRequest) if field.name != "cancel_on_disconnect"

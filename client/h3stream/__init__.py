@@ -9,6 +9,7 @@
 `h3stream serve --model DIR` starts a server at that address. The file is playable from the first fragment on.
 """
 
+from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.client import Client, Generation
 from h3stream.errors import (
@@ -33,6 +34,7 @@ from h3stream.errors import (
 from h3stream.events import (
     Accepted,
     Artifact,
+    AudioDistance,
     AudioHealth,
     ChunkPlan,
     Completed,
@@ -45,11 +47,18 @@ from h3stream.events import (
     PlanWarning,
     Preview,
     Progress,
+    RefinedAudio,
+    RefinedFragment,
+    RefinedInitSegment,
+    RefineFailed,
+    RefineProgress,
+    RefineStarted,
     StreamComplete,
     Timings,
 )
 from h3stream.job import AdapterInfo, Job, JobError, ModelPart, RemovedArtifact, ServerInfo
-from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest, PreviewSpec
+from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
+from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 
 __all__ = [
     "Accepted",
@@ -60,6 +69,7 @@ __all__ = [
     "ArtifactNotFoundError",
     "AsyncClient",
     "AsyncGeneration",
+    "AudioDistance",
     "AudioHealth",
     "BrokenStreamError",
     "ChunkPlan",
@@ -71,6 +81,7 @@ __all__ = [
     "Event",
     "FieldViolation",
     "Fragment",
+    "FrozenCacheSpec",
     "GenerateRequest",
     "Generation",
     "GenerationError",
@@ -94,9 +105,17 @@ __all__ = [
     "Preview",
     "PreviewSpec",
     "Progress",
+    "RefineFailed",
+    "RefineProgress",
+    "RefineSpec",
+    "RefineStarted",
+    "RefinedAudio",
+    "RefinedFragment",
+    "RefinedInitSegment",
     "RemovedArtifact",
     "ServerInfo",
     "StreamComplete",
+    "TimeRange",
     "Timings",
     "UnsupportedError",
     "WorkerLostError",

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from h3stream.adapters import AdapterChoice
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.delivery import STANDARD_OUTPUT, Ending, deliver
 from h3stream.embedded import (
@@ -31,7 +32,7 @@ from h3stream.embedded import (
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
 from h3stream.progress import Tally
 from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
-from h3stream.request import KV_STORAGES, SAMPLING_MODES, AdapterChoice, GenerateRequest, PreviewSpec
+from h3stream.request import KV_STORAGES, SAMPLING_MODES, GenerateRequest, PreviewSpec
 from h3stream.still_files import StillFiles
 from h3stream.stream import RECONNECT_S
 

@@ -8,24 +8,22 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from h3stream import events, job
+from h3stream.adapters import MAX_ADAPTERS, AdapterChoice, AdapterUse
 from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.events import Event, Plan
+from h3stream.fields import invalid_request, too_many
 from h3stream.job import AdapterInfo, Job, ModelPart, ServerInfo
 from h3stream.mirror import Mirror
+from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from h3stream.request import (
     KV_STORAGES,
-    MAX_ADAPTERS,
     MAX_ARTIFACTS,
     SAMPLING_MODES,
-    AdapterChoice,
-    AdapterUse,
     ClipSpec,
     GenerateRequest,
     KvStorage,
     PreviewSpec,
     SamplingMode,
-    invalid_request,
-    too_many,
 )
 from h3stream.v1 import types_pb2, video_pb2
 
@@ -44,12 +42,17 @@ MODE_FROM_PROTO: dict[int, SamplingMode] = {int(v): k for k, v in MODE_TO_PROTO.
 MIRRORED: dict[type[Any], type[Message]] = {
     ClipSpec: types_pb2.ClipSpec,
     AdapterUse: types_pb2.AdapterUse,
+    AdapterChoice: types_pb2.AdapterChoice,
     PreviewSpec: types_pb2.PreviewSpec,
+    TimeRange: types_pb2.TimeRange,
+    FrozenCacheSpec: types_pb2.FrozenCacheSpec,
+    RefineSpec: types_pb2.RefineSpec,
     events.ChunkPlan: video_pb2.ChunkPlan,
     events.PlanWarning: video_pb2.Warning,
     events.Plan: video_pb2.Plan,
     events.Artifact: types_pb2.Artifact,
     events.AudioHealth: types_pb2.AudioHealth,
+    events.AudioDistance: types_pb2.AudioDistance,
     events.Timings: video_pb2.Timings,
     job.JobError: video_pb2.JobError,
     job.RemovedArtifact: video_pb2.RemovedArtifact,
@@ -70,10 +73,27 @@ PAYLOADS: dict[str, tuple[type[Event], type[Message]]] = {
     "stream_complete": (events.StreamComplete, video_pb2.StreamComplete),
     "completed": (events.Completed, video_pb2.Completed),
     "preview": (events.Preview, types_pb2.Preview),
+    "refine_started": (events.RefineStarted, types_pb2.RefineStarted),
+    "refine_progress": (events.RefineProgress, types_pb2.RefineProgress),
+    "refined_init_segment": (events.RefinedInitSegment, types_pb2.InitSegment),
+    "refined_fragment": (events.RefinedFragment, types_pb2.Fragment),
+    "refined_audio": (events.RefinedAudio, types_pb2.RefinedAudio),
+    "refine_failed": (events.RefineFailed, types_pb2.RefineFailed),
 }
 """Payloads of an Event message: the dataclass holds the payload's fields beside the event's own."""
 
-_MIRROR = Mirror(MIRRORED, unspecified={"h3stream.v1.KvStorage": "gpu", "h3stream.v1.SamplingMode": "streaming"})
+_MIRROR = Mirror(
+    MIRRORED,
+    unspecified={
+        "h3stream.v1.KvStorage": "gpu",
+        "h3stream.v1.SamplingMode": "streaming",
+        "h3stream.v1.CacheContents": FrozenCacheSpec.contents,
+        "h3stream.v1.CachePrecision": FrozenCacheSpec.precision,
+        "h3stream.v1.CacheText": FrozenCacheSpec.text,
+        "h3stream.v1.CacheBackend": FrozenCacheSpec.backend,
+        "h3stream.v1.OnNoRoom": FrozenCacheSpec.on_no_room,
+    },
+)
 _PAYLOAD_OF_EVENT = {cls: (name, message) for name, (cls, message) in PAYLOADS.items()}
 _OPTIONAL_FIELDS = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "seed")
 
@@ -107,6 +127,39 @@ def preview_spec_from_proto(message: types_pb2.PreviewSpec) -> PreviewSpec:
     return preview
 
 
+def refine_spec_to_proto(spec: RefineSpec) -> types_pb2.RefineSpec:
+    """The wire form of how a sound is refined."""
+    return _MIRROR.to_message(spec, types_pb2.RefineSpec)
+
+
+def refine_spec_from_proto(message: types_pb2.RefineSpec, prefix: str) -> RefineSpec:
+    """How a sound is refined, of a message; what is left out takes its default.
+
+    Raises InvalidRequestError, with one violation per field, whose names begin with `prefix`, for fields and enum
+    values that do not exist and for numbers that are not finite.
+    """
+    span = [message.audio_range] if message.HasField("audio_range") else []
+    violations = [v for part in (message, message.cache, *span) for v in _unknown_fields(part)]
+    if len(message.adapters) > MAX_ADAPTERS:  # told at once: looking at each could take seconds
+        raise invalid_request([too_many(f"{prefix}.adapters", len(message.adapters), MAX_ADAPTERS)])
+    violations += [v for choice in message.adapters for v in _unknown_fields(choice)]
+    for name in ("contents", "precision", "text", "backend", "on_no_room"):
+        enum: Any = message.cache.DESCRIPTOR.fields_by_name[name].enum_type
+        if (number := getattr(message.cache, name)) not in enum.values_by_number:
+            names = ", ".join(f"{value.name} ({value.number})" for value in enum.values if value.number)
+            violations.append(FieldViolation(f"cache.{name}", f"cache.{name} is {number}; it must be one of {names}"))
+    told = {violation.field for violation in violations}
+    try:
+        spec = RefineSpec(**_MIRROR.fields(message, RefineSpec))
+    except InvalidRequestError as error:
+        violations += [violation for violation in error.violations if violation.field not in told]
+    if violations:
+        raise invalid_request(
+            [FieldViolation(f"{prefix}.{v.field}", f"{prefix}.{v.description}", v.reason) for v in violations]
+        )
+    return spec
+
+
 def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     """The wire form of a request; what is None is left out."""
     message = video_pb2.GenerateRequest(
@@ -119,11 +172,13 @@ def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     if request.mode is not None:
         message.mode = MODE_TO_PROTO[request.mode]
     message.adapters.extend(
-        video_pb2.AdapterChoice(name=choice.name, strength=choice.strength) for choice in request.adapters
+        types_pb2.AdapterChoice(name=choice.name, strength=choice.strength) for choice in request.adapters
     )
     if request.preview is not None:
         message.preview.CopyFrom(preview_spec_to_proto(request.preview))
     message.artifacts.extend(request.artifacts)
+    if request.refine_audio is not None:
+        message.refine_audio.CopyFrom(refine_spec_to_proto(request.refine_audio))
     if request.window == "all":
         message.unlimited_window = True
     elif request.window is not None:
@@ -164,6 +219,11 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
         violations.append(too_many("artifacts", len(message.artifacts), MAX_ARTIFACTS))
     else:
         fields["artifacts"] = tuple(message.artifacts)
+    if message.HasField("refine_audio"):
+        try:
+            fields["refine_audio"] = refine_spec_from_proto(message.refine_audio, "refine_audio")
+        except InvalidRequestError as error:
+            violations += error.violations
     if message.HasField("window"):
         fields["window"] = message.window
     elif message.HasField("unlimited_window"):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from h3stream.refine import CacheBackend, RefineSpec, StepMode
 from h3stream.request import ClipSpec, PreviewSpec
 
 TICKS_PER_SECOND = 96_000
 """Media time counts in these: a frame is 4000 of them, an audio sample 3."""
 
-Phase = Literal["queued", "encode", "prefill", "denoise", "commit", "decode", "finish", "unknown"]
+Phase = Literal["queued", "encode", "prefill", "denoise", "commit", "decode", "finish", "refine", "unknown"]
 """What a generation is doing; "unknown" stands for a phase that a newer server has and this version has not."""
 
 
@@ -70,6 +71,20 @@ class Plan:
     """Stills that will be made on the way."""
     artifacts: tuple[str, ...]
     """Names of the artifacts that will be kept."""
+    refine_audio: RefineSpec | None = None
+    """How the sound will be refined; None: it will not be."""
+
+
+@dataclass(frozen=True)
+class AudioDistance:
+    """How far two sounds lie apart."""
+
+    latents: float
+    """Relative L2 distance of the latents."""
+    log_mel_db: float
+    """Mean absolute distance of the log-mel spectrograms, in dB."""
+    rms_ratio: float
+    """RMS of the one over that of the other."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,11 @@ class Event:
     @property
     def media(self) -> bytes:
         """The next bytes of the media stream: those of an InitSegment or a Fragment, none for other events."""
+        return b""
+
+    @property
+    def refined_media(self) -> bytes:
+        """The next bytes of the refined rendition, a media stream of its own; none for other events."""
         return b""
 
 
@@ -279,3 +299,145 @@ class Completed(Event):
     """What was measured on the soundtrack."""
     timings: Timings
     """How long things took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineStarted(Event):
+    """The sound is about to be refined; what was delivered before stays as it is."""
+
+    spec: RefineSpec
+    """The request with every default filled in."""
+    num_rows: int
+    """Rows of a full forward: text, sound and video."""
+    num_live_rows: int
+    """Rows that a cached step computes."""
+    num_blocks: int
+    """Blocks of the model."""
+    has_cache: bool
+    """Whether there is a cache; without, every step is exact."""
+    backend: CacheBackend
+    """Where it lives."""
+    reason: str
+    """Why there, or why every step is exact, in a sentence."""
+    cache_bytes: int
+    """Size of the cache as computed beforehand; 0 where there is none."""
+    transient_bytes: int
+    """Device memory that a build takes beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineProgress(Event):
+    """A step of the refinement is done."""
+
+    step: int
+    """Steps done so far."""
+    num_steps: int
+    """Steps in all."""
+    mode: StepMode
+    """Whether it computed everything, and wrote the cache, or used it."""
+    reason: str
+    """Why it was built, or is exact; empty for a cached step."""
+    num_forwards: int
+    """Forwards of this step: one for each evaluation and branch."""
+    num_blocks_cached: int
+    """Blocks that used the cache, over all forwards of the step."""
+    num_blocks_built: int
+    """Blocks that wrote it."""
+    num_blocks_exact: int
+    """Blocks that did neither."""
+    num_query_rows: int
+    """Rows projected to queries, over all blocks and forwards."""
+    num_key_rows: int
+    """Rows projected to keys and values."""
+    num_fed_rows: int
+    """Rows fed forward."""
+    num_bytes_moved: int
+    """Bytes of the cache moved between host and device."""
+    block_s: float
+    """Seconds in the blocks."""
+    outside_s: float
+    """Seconds outside of them."""
+    cache_bytes: int
+    """Size of the cache as measured; 0 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedInitSegment(Event):
+    """Start of the refined rendition: `ftyp` and `moov`. Comes once, before any of its fragments."""
+
+    data: bytes
+    """The bytes."""
+    mime_type: str
+    """MIME type with the codecs string."""
+    video_encoder: str
+    """Name of the H.264 encoder in use; empty where there are no pictures."""
+    audio_encoder: str
+    """Name of the AAC encoder in use."""
+
+    @property
+    def refined_media(self) -> bytes:
+        """The bytes of the segment."""
+        return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedFragment(Event):
+    """Next piece of the refined rendition: the sound, with pictures where the video is not the source's."""
+
+    data: bytes
+    """The bytes."""
+    fragment_index: int
+    """Position among the rendition's fragments, from 0."""
+    chunk_index: int
+    """The chunk whose latents completed these frames; -1 where there are no pictures."""
+    start_ticks: int
+    """Where it begins, in ticks of 1/96000 s."""
+    duration_ticks: int
+    """How long it lasts, in ticks of 1/96000 s."""
+    first_frame: int
+    """First frame, counted from 0."""
+    num_frames: int
+    """Number of frames; 0 where there are no pictures."""
+    num_samples_total: int
+    """Audio samples of each channel from the start of the stream to the end of this fragment."""
+    is_keyframe: bool
+    """Whether decoding can start here."""
+
+    @property
+    def refined_media(self) -> bytes:
+        """The bytes of the fragment."""
+        return self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedAudio(Event):
+    """The sound is refined; its rendition is whole."""
+
+    latents_sha256: str
+    """SHA-256 over the bytes of its latents."""
+    num_samples: int
+    """Samples of each channel: as many as before."""
+    audio_health: AudioHealth
+    """What was measured on it before any normalisation."""
+    audio_health_before: AudioHealth
+    """What was measured on the sound before."""
+    change: AudioDistance
+    """How far it lies from the sound before; `rms_ratio` is refined over before."""
+    against_exact: AudioDistance | None = None
+    """Where asked to compare: how far it lies from the exact result; `rms_ratio` is this over exact."""
+    speed_ratio: float
+    """Where asked to compare: seconds of the exact steps over seconds of these; else 0."""
+    sampling_s: float
+    """Seconds of the steps."""
+    is_warm: bool
+    """Whether the cache came from an earlier refinement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineFailed(Event):
+    """The sound could not be refined; what was delivered before stays as it is, and the job succeeds."""
+
+    reason: str
+    """Stable name in UPPER_SNAKE_CASE."""
+    message: str
+    """What happened, in a sentence."""

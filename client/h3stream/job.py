@@ -64,6 +64,8 @@ class Job:
     """Artifacts that can be downloaded."""
     removed_artifacts: tuple[RemovedArtifact, ...] = ()
     """Artifacts that there were and that have been removed to make room."""
+    source_job_id: str = ""
+    """The job whose clip this one refines; empty for a job that makes a clip, or refines an upload."""
 
 
 @dataclass(frozen=True)

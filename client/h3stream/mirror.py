@@ -1,11 +1,11 @@
 """Dataclasses that mirror messages: same field names, one rule for each kind of field.
 
-    scalar, bytes            itself; None where the field is optional and absent
+    scalar, bytes            itself; where the field is optional and absent, the dataclass's default, or None
     enum                     its name in lower case without the prefix; "unknown" for a number that has no name here
     repeated                 tuple
     map<string, string>      dict
     Timestamp                datetime in UTC
-    another message          the dataclass that mirrors it; None where it is absent and the dataclass allows that
+    another message          the dataclass that mirrors it; where it is absent, the dataclass's default if it has one
 
 `h3stream.codec` says which dataclass mirrors which message.
 """
@@ -59,7 +59,7 @@ class Mirror:
 
     def fields(self, message: Message, cls: type[Any]) -> dict[str, Any]:
         """The fields of a message as keyword arguments of a dataclass."""
-        may_be_absent = {field.name for field in dataclasses.fields(cls) if field.default is None}
+        have_default = {field.name for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
         result: dict[str, Any] = {}
         for field in message.DESCRIPTOR.fields:
             member = getattr(message, field.name)
@@ -68,11 +68,9 @@ class Mirror:
                 result[field.name] = dict(member)
             elif field.is_repeated:
                 result[field.name] = tuple(self._from_wire(field, item) for item in member)
-            elif (
-                field.has_presence
-                and not message.HasField(field.name)
-                and (not is_message or field.name in may_be_absent)
-            ):
+            elif field.has_presence and not message.HasField(field.name) and field.name in have_default:
+                continue
+            elif field.has_presence and not message.HasField(field.name) and not is_message:
                 result[field.name] = None
             else:
                 result[field.name] = self._from_wire(field, member)

@@ -6,45 +6,30 @@ A request that can be constructed can be sent; whether it can be made is the ser
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
-from h3stream.errors import FieldViolation, InvalidRequestError
+from h3stream.adapters import AdapterChoice, AdapterUse, adapter_violations
+from h3stream.errors import FieldViolation
+from h3stream.fields import (
+    INT32,
+    MAX_PROMPT_BYTES,
+    UINT64,
+    invalid_request,
+    is_finite_or_none,
+    text_violations,
+    too_many,
+)
+from h3stream.refine import RefineSpec
 
 KvStorage = Literal["gpu", "cpu", "cpu_pinned"]
 KV_STORAGES: tuple[KvStorage, ...] = get_args(KvStorage)
 SamplingMode = Literal["streaming", "dense"]
 SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
 
-_INT32 = (-(2**31), 2**31 - 1)
-_UINT64 = (0, 2**64 - 1)
-MAX_PROMPT_BYTES = 1_000_000
-"""A longer prompt would not fit a message; the server's own limit (GetServerInfo) is far lower."""
-MAX_ADAPTERS, MAX_ADAPTER_NAME_BYTES = 64, 256
 MAX_ARTIFACTS = 64
 """What a message has room for beside the longest prompt; the server's own limits are lower."""
-
-
-@dataclass(frozen=True)
-class AdapterUse:
-    """An adapter that a clip is sampled with."""
-
-    name: str
-    """Name in the server's registry (`Client.adapters`)."""
-    strength: float
-    """What its update is multiplied with; finite and not 0."""
-
-
-@dataclass(frozen=True)
-class AdapterChoice:
-    """An adapter that a clip is to be sampled with."""
-
-    name: str
-    """Name in the server's registry (`Client.adapters`)."""
-    strength: float | None = None
-    """What its update is multiplied with; finite and not 0. None: the registry's."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +117,8 @@ class GenerateRequest:
     artifacts: Sequence[str] = ()
     """Names of the artifacts to keep, of those that `Client.server_info` lists; kept as a tuple. Empty: the server's
     own choice."""
+    refine_audio: RefineSpec | None = None
+    """How the sound is refined once the clip has been delivered; a second rendition follows. None: it is not."""
 
     def __post_init__(self) -> None:
         if isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str):
@@ -139,15 +126,18 @@ class GenerateRequest:
         if isinstance(self.artifacts, Sequence) and not isinstance(self.artifacts, str):
             object.__setattr__(self, "artifacts", tuple(self.artifacts))
         violations = [
-            *_prompt_violations(self.prompt),
+            *text_violations("prompt", self.prompt, MAX_PROMPT_BYTES),
             *(v for name in ("num_frames", "width", "height", "steps", "sink") for v in self._int_violations(name)),
             *(v for name in ("video_shift", "audio_shift") for v in self._float_violations(name)),
             *(self._int_violations("window", also=' or "all"') if self.window != "all" else ()),
-            *self._int_violations("seed", _UINT64),
-            *_adapter_violations(self.adapters),
+            *self._int_violations("seed", UINT64),
+            *adapter_violations(self.adapters),
             *_preview_violations(self.preview),
             *_artifact_violations(self.artifacts),
         ]
+        if self.refine_audio is not None and not isinstance(self.refine_audio, RefineSpec):
+            rule = "it must be a RefineSpec"
+            violations.append(FieldViolation("refine_audio", f"refine_audio is {self.refine_audio!r:.80}; {rule}"))
         if self.mode is not None and self.mode not in SAMPLING_MODES:
             violations.append(FieldViolation("mode", f"mode is {self.mode!r:.80}; it must be one of {SAMPLING_MODES}"))
         if self.kv_storage is not None and self.kv_storage not in KV_STORAGES:
@@ -164,7 +154,7 @@ class GenerateRequest:
         if violations:
             raise invalid_request(violations)
 
-    def _int_violations(self, name: str, limits: tuple[int, int] = _INT32, also: str = "") -> list[FieldViolation]:
+    def _int_violations(self, name: str, limits: tuple[int, int] = INT32, also: str = "") -> list[FieldViolation]:
         value = getattr(self, name)
         if value is None or (type(value) is int and limits[0] <= value <= limits[1]):
             return []
@@ -176,7 +166,7 @@ class GenerateRequest:
 
     def _float_violations(self, name: str) -> list[FieldViolation]:
         value = getattr(self, name)
-        if _is_finite_or_none(value):
+        if is_finite_or_none(value):
             return []
         return [FieldViolation(name, f"{name} is {value!r:.80}; it must be a finite number")]
 
@@ -199,6 +189,7 @@ class RequestOptions(TypedDict, total=False):
     adapters: Sequence[AdapterChoice]
     preview: PreviewSpec | None
     artifacts: Sequence[str]
+    refine_audio: RefineSpec | None
 
 
 def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> GenerateRequest:
@@ -206,65 +197,6 @@ def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> G
     if isinstance(prompt, GenerateRequest):
         return dataclasses.replace(prompt, **options)
     return GenerateRequest(prompt, **options)
-
-
-def invalid_request(violations: list[FieldViolation]) -> InvalidRequestError:
-    """The error for one or more violations; its message holds them all."""
-    return InvalidRequestError(
-        "; ".join(violation.description for violation in violations), violations=tuple(violations)
-    )
-
-
-def too_many(field: str, number: int, limit: int) -> FieldViolation:
-    """What is wrong with a list of more entries than a message holds."""
-    return FieldViolation(field, f"{field} holds {number} {field}; a message holds at most {limit}")
-
-
-def _prompt_violations(prompt: str) -> list[FieldViolation]:
-    if not isinstance(prompt, str):
-        return [FieldViolation("prompt", f"prompt is {prompt!r:.80}; it must be a string")]
-    try:
-        size_bytes = len(prompt.encode())
-    except UnicodeEncodeError as error:
-        return [
-            FieldViolation(
-                "prompt", f"prompt holds a lone surrogate at character {error.start}; it must be Unicode text"
-            )
-        ]
-    if size_bytes > MAX_PROMPT_BYTES:
-        return [FieldViolation("prompt", f"prompt has {size_bytes} bytes; a message holds at most {MAX_PROMPT_BYTES}")]
-    return []
-
-
-def _adapter_violations(adapters: object) -> list[FieldViolation]:
-    if not isinstance(adapters, tuple):
-        return [FieldViolation("adapters", f"adapters is {adapters!r:.80}; it must be a sequence of AdapterChoice")]
-    if len(adapters) > MAX_ADAPTERS:
-        return [too_many("adapters", len(adapters), MAX_ADAPTERS)]
-    violations = []
-    for index, choice in enumerate(adapters):
-        field = f"adapters[{index}]"
-        if not isinstance(choice, AdapterChoice) or not isinstance(choice.name, str):
-            violations.append(
-                FieldViolation(field, f"{field} is {choice!r:.80}; it must be an AdapterChoice with a string as name")
-            )
-        elif not _is_short_unicode(choice.name):
-            rule = f"it must be Unicode text of at most {MAX_ADAPTER_NAME_BYTES} bytes"
-            violations.append(FieldViolation(f"{field}.name", f"{field}.name is {choice.name[:80]!a}; {rule}"))
-        elif not _is_finite_or_none(choice.strength):
-            violations.append(
-                FieldViolation(
-                    f"{field}.strength", f"{field}.strength is {choice.strength!r:.80}; it must be a finite number"
-                )
-            )
-    return violations
-
-
-def _is_short_unicode(text: str) -> bool:
-    try:
-        return len(text.encode()) <= MAX_ADAPTER_NAME_BYTES
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
 
 
 def _preview_violations(preview: object) -> list[FieldViolation]:
@@ -275,7 +207,7 @@ def _preview_violations(preview: object) -> list[FieldViolation]:
     return [
         FieldViolation(f"preview.{name}", f"preview.{name} is {value!r:.80}; it must be an integer")
         for name, value in (("max_side", preview.max_side), ("every_steps", preview.every_steps))
-        if type(value) is not int or not _INT32[0] <= value <= _INT32[1]
+        if type(value) is not int or not INT32[0] <= value <= INT32[1]
     ]
 
 
@@ -289,8 +221,3 @@ def _artifact_violations(artifacts: object) -> list[FieldViolation]:
         for index, name in enumerate(artifacts)
         if len(name) > 64 or not name.isascii()
     ]
-
-
-def _is_finite_or_none(value: object) -> bool:
-    # NaN is not <=; True is no number that anybody means.
-    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)  # type: ignore[arg-type]

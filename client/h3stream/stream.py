@@ -13,7 +13,7 @@ import grpc
 from h3stream.codec import event_from_proto
 from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation
 from h3stream.events import Accepted, Completed, Event, InitSegment, Progress
-from h3stream.request import invalid_request
+from h3stream.fields import invalid_request
 from h3stream.status import from_rpc_error, is_connection_loss
 from h3stream.v1 import video_pb2
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from core.request import Violation
 from h3stream.errors import FieldViolation, OffGridError
-from h3stream.request import invalid_request
+from h3stream.fields import invalid_request
 
 
 def refuse(violations: Iterable[Violation]) -> None:

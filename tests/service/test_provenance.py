@@ -44,7 +44,7 @@ async def test_the_timeline_says_when_phases_began_and_fragments_left(service: S
 
 @pytest.mark.parametrize("mode", ["streaming", "dense"])
 async def test_the_provenance_says_all_that_it_takes_to_make_the_clip_again(service: Service, mode: str) -> None:
-    wanted: dict[str, Any] = {"seed": 2**60 + 1, "steps": 3, "adapters": [video_pb2.AdapterChoice(name="turbo")]}
+    wanted: dict[str, Any] = {"seed": 2**60 + 1, "steps": 3, "adapters": [types_pb2.AdapterChoice(name="turbo")]}
     if mode == "dense":
         wanted["mode"] = types_pb2.SAMPLING_MODE_DENSE
     events = await service.generate("a fox ≠ a bear", **wanted)

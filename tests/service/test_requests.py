@@ -56,9 +56,9 @@ async def refusal(service: Service, request: video_pb2.GenerateRequest) -> dict[
         ({"mode": 2, "sink": 2}, "sink", ["2", "dense", "left out"]),
         ({"mode": 2, "unlimited_window": True}, "window", ["dense", "left out"]),
         ({"mode": 2, "kv_storage": 1}, "kv_storage", ["gpu", "dense", "left out"]),
-        ({"adapters": [video_pb2.AdapterChoice(name="styl")]}, "adapters[0].name", ["styl", "the nearest is style"]),
+        ({"adapters": [types_pb2.AdapterChoice(name="styl")]}, "adapters[0].name", ["styl", "the nearest is style"]),
         (
-            {"adapters": [video_pb2.AdapterChoice(name="raven", strength=2)]},
+            {"adapters": [types_pb2.AdapterChoice(name="raven", strength=2)]},
             "adapters[0].strength",
             ["2.0", "must be 1"],
         ),
@@ -97,7 +97,7 @@ async def test_a_plan_tells_what_generate_would_make_and_makes_nothing(service: 
 
 
 async def test_a_clip_is_planned_with_the_adapters_named(service: Service) -> None:
-    adapters = [video_pb2.AdapterChoice(name=name) for name in ("raven", "turbo")]
+    adapters = [types_pb2.AdapterChoice(name=name) for name in ("raven", "turbo")]
     request = video_pb2.GenerateRequest(prompt="a fox", adapters=adapters)
     plan = (await service.stub.PlanGeneration(video_pb2.PlanGenerationRequest(generation=request))).plan
     assert [(use.name, use.strength) for use in plan.clip.adapters] == [("turbo", 0.5)]

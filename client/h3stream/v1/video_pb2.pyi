@@ -27,7 +27,7 @@ JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters", "preview", "artifacts")
+    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters", "preview", "artifacts", "refine_audio")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GenerateRequest(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    REFINE_AUDIO_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     num_frames: int
     width: int
@@ -59,18 +60,47 @@ class GenerateRequest(_message.Message):
     seed: int
     cancel_on_disconnect: bool
     mode: _types_pb2.SamplingMode
-    adapters: _containers.RepeatedCompositeFieldContainer[AdapterChoice]
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterChoice]
     preview: _types_pb2.PreviewSpec
     artifacts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[AdapterChoice, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
+    refine_audio: _types_pb2.RefineSpec
+    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterChoice, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ...) -> None: ...
 
-class AdapterChoice(_message.Message):
-    __slots__ = ("name", "strength")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    STRENGTH_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    strength: float
-    def __init__(self, name: _Optional[str] = ..., strength: _Optional[float] = ...) -> None: ...
+class LatentsUpload(_message.Message):
+    __slots__ = ("prompt", "size_bytes", "sha256")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    size_bytes: int
+    sha256: str
+    def __init__(self, prompt: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class RefineHeader(_message.Message):
+    __slots__ = ("job_id", "upload", "spec", "cancel_on_disconnect")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    upload: LatentsUpload
+    spec: _types_pb2.RefineSpec
+    cancel_on_disconnect: bool
+    def __init__(self, job_id: _Optional[str] = ..., upload: _Optional[_Union[LatentsUpload, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ..., cancel_on_disconnect: _Optional[bool] = ...) -> None: ...
+
+class RefineAudioRequest(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: RefineHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[RefineHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class RefineAudioResponse(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: Event
+    def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("event",)
@@ -79,7 +109,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed", "preview")
+    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed", "preview", "refine_started", "refine_progress", "refined_init_segment", "refined_fragment", "refined_audio", "refine_failed")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TIME_TICKS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +122,12 @@ class Event(_message.Message):
     STREAM_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
+    REFINE_STARTED_FIELD_NUMBER: _ClassVar[int]
+    REFINE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REFINED_INIT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    REFINED_FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    REFINED_AUDIO_FIELD_NUMBER: _ClassVar[int]
+    REFINE_FAILED_FIELD_NUMBER: _ClassVar[int]
     seq: int
     job_id: str
     media_time_ticks: int
@@ -104,7 +140,13 @@ class Event(_message.Message):
     stream_complete: StreamComplete
     completed: Completed
     preview: _types_pb2.Preview
-    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ...) -> None: ...
+    refine_started: _types_pb2.RefineStarted
+    refine_progress: _types_pb2.RefineProgress
+    refined_init_segment: _types_pb2.InitSegment
+    refined_fragment: _types_pb2.Fragment
+    refined_audio: _types_pb2.RefinedAudio
+    refine_failed: _types_pb2.RefineFailed
+    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ..., refine_started: _Optional[_Union[_types_pb2.RefineStarted, _Mapping]] = ..., refine_progress: _Optional[_Union[_types_pb2.RefineProgress, _Mapping]] = ..., refined_init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., refined_fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., refined_audio: _Optional[_Union[_types_pb2.RefinedAudio, _Mapping]] = ..., refine_failed: _Optional[_Union[_types_pb2.RefineFailed, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("plan",)
@@ -185,7 +227,7 @@ class Timings(_message.Message):
     def __init__(self, first_fragment_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_frames_before_sampling_end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings", "preview", "artifacts")
+    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings", "preview", "artifacts", "refine_audio")
     CLIP_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_VIDEO_LATENTS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +239,7 @@ class Plan(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    REFINE_AUDIO_FIELD_NUMBER: _ClassVar[int]
     clip: _types_pb2.ClipSpec
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkPlan]
     num_video_latents: int
@@ -208,7 +251,8 @@ class Plan(_message.Message):
     warnings: _containers.RepeatedCompositeFieldContainer[Warning]
     preview: _types_pb2.PreviewSpec
     artifacts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
+    refine_audio: _types_pb2.RefineSpec
+    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ...) -> None: ...
 
 class ChunkPlan(_message.Message):
     __slots__ = ("video_start", "video_stop", "audio_start", "audio_stop", "num_frames_emitted")
@@ -285,7 +329,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error", "artifacts", "removed_artifacts")
+    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error", "artifacts", "removed_artifacts", "source_job_id")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +340,7 @@ class Job(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_JOB_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: JobState
     plan: Plan
@@ -306,7 +351,8 @@ class Job(_message.Message):
     error: JobError
     artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
     removed_artifacts: _containers.RepeatedCompositeFieldContainer[RemovedArtifact]
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., removed_artifacts: _Optional[_Iterable[_Union[RemovedArtifact, _Mapping]]] = ...) -> None: ...
+    source_job_id: str
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., removed_artifacts: _Optional[_Iterable[_Union[RemovedArtifact, _Mapping]]] = ..., source_job_id: _Optional[str] = ...) -> None: ...
 
 class RemovedArtifact(_message.Message):
     __slots__ = ("name", "remove_time", "message")

@@ -59,6 +59,11 @@ class VideoServiceStub:
                 request_serializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.FromString,
                 _registered_method=True)
+        self.RefineAudio = channel.stream_stream(
+                '/h3stream.v1.VideoService/RefineAudio',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/h3stream.v1.VideoService/GetJob',
                 request_serializer=h3stream_dot_v1_dot_video__pb2.GetJobRequest.SerializeToString,
@@ -129,6 +134,18 @@ class VideoServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RefineAudio(self, request_iterator, context):
+        """Refines the sound of a finished job's clip, or of uploaded latents, as a job of its own; the source never changes.
+
+        The first message is a header; where it announces an upload, the rest are the bytes of the file, in order. The
+        events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
+        `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
+        holds the sound alone where the video is the source's; else pictures and sound.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetJob(self, request, context):
         """Returns what is known of a job.
         """
@@ -179,6 +196,11 @@ def add_VideoServiceServicer_to_server(servicer, server):
                     servicer.DownloadArtifact,
                     request_deserializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.SerializeToString,
+            ),
+            'RefineAudio': grpc.stream_stream_rpc_method_handler(
+                    servicer.RefineAudio,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -314,6 +336,33 @@ class VideoService:
             '/h3stream.v1.VideoService/DownloadArtifact',
             h3stream_dot_v1_dot_video__pb2.DownloadArtifactRequest.SerializeToString,
             h3stream_dot_v1_dot_video__pb2.DownloadArtifactResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RefineAudio(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/h3stream.v1.VideoService/RefineAudio',
+            h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.FromString,
             options,
             channel_credentials,
             insecure,

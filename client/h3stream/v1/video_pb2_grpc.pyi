@@ -61,6 +61,14 @@ class VideoServiceStub:
     """
     DownloadArtifact: _grpc.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]
     """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
+    RefineAudio: _grpc.StreamStreamMultiCallable[_video_pb2.RefineAudioRequest, _video_pb2.RefineAudioResponse]
+    """Refines the sound of a finished job's clip, or of uploaded latents, as a job of its own; the source never changes.
+
+    The first message is a header; where it announces an upload, the rest are the bytes of the file, in order. The
+    events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
+    `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
+    holds the sound alone where the video is the source's; else pictures and sound.
+    """
     GetJob: _grpc.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]
     """Returns what is known of a job."""
     PlanGeneration: _grpc.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]
@@ -103,6 +111,14 @@ class VideoServiceAsyncStub(VideoServiceStub):
     """
     DownloadArtifact: _aio.UnaryStreamMultiCallable[_video_pb2.DownloadArtifactRequest, _video_pb2.DownloadArtifactResponse]  # type: ignore[assignment]
     """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
+    RefineAudio: _aio.StreamStreamMultiCallable[_video_pb2.RefineAudioRequest, _video_pb2.RefineAudioResponse]  # type: ignore[assignment]
+    """Refines the sound of a finished job's clip, or of uploaded latents, as a job of its own; the source never changes.
+
+    The first message is a header; where it announces an upload, the rest are the bytes of the file, in order. The
+    events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
+    `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
+    holds the sound alone where the video is the source's; else pictures and sound.
+    """
     GetJob: _aio.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]  # type: ignore[assignment]
     """Returns what is known of a job."""
     PlanGeneration: _aio.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]  # type: ignore[assignment]
@@ -166,6 +182,20 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_video_pb2.DownloadArtifactResponse], _abc.AsyncIterator[_video_pb2.DownloadArtifactResponse]]:
         """Sends a finished job's artifact from an offset on: what it is first, then its bytes."""
+
+    @_abc_1.abstractmethod
+    def RefineAudio(
+        self,
+        request_iterator: _MaybeAsyncIterator[_video_pb2.RefineAudioRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_video_pb2.RefineAudioResponse], _abc.AsyncIterator[_video_pb2.RefineAudioResponse]]:
+        """Refines the sound of a finished job's clip, or of uploaded latents, as a job of its own; the source never changes.
+
+        The first message is a header; where it announces an upload, the rest are the bytes of the file, in order. The
+        events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
+        `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
+        holds the sound alone where the video is the source's; else pictures and sound.
+        """
 
     @_abc_1.abstractmethod
     def GetJob(

@@ -201,6 +201,48 @@ class CommitChunkResponse(_message.Message):
     retained_rows: int
     def __init__(self, num_committed: _Optional[int] = ..., retained_entries: _Optional[_Iterable[int]] = ..., retained_rows: _Optional[int] = ...) -> None: ...
 
+class DitServiceRefineAudioRequest(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: DitRefineHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[DitRefineHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class DitRefineHeader(_message.Message):
+    __slots__ = ("clip", "spec")
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    clip: _types_pb2.ClipSpec
+    spec: _types_pb2.RefineSpec
+    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ...) -> None: ...
+
+class DitServiceRefineAudioResponse(_message.Message):
+    __slots__ = ("started", "progress", "summary", "tensor")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    started: _types_pb2.RefineStarted
+    progress: _types_pb2.RefineProgress
+    summary: RefineSummary
+    tensor: _types_pb2.TensorPart
+    def __init__(self, started: _Optional[_Union[_types_pb2.RefineStarted, _Mapping]] = ..., progress: _Optional[_Union[_types_pb2.RefineProgress, _Mapping]] = ..., summary: _Optional[_Union[RefineSummary, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class RefineSummary(_message.Message):
+    __slots__ = ("change", "against_exact", "sampling_s", "exact_sampling_s", "is_warm")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    AGAINST_EXACT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
+    EXACT_SAMPLING_S_FIELD_NUMBER: _ClassVar[int]
+    IS_WARM_FIELD_NUMBER: _ClassVar[int]
+    change: float
+    against_exact: float
+    sampling_s: float
+    exact_sampling_s: float
+    is_warm: bool
+    def __init__(self, change: _Optional[float] = ..., against_exact: _Optional[float] = ..., sampling_s: _Optional[float] = ..., exact_sampling_s: _Optional[float] = ..., is_warm: _Optional[bool] = ...) -> None: ...
+
 class DitServiceCloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +318,56 @@ class FinishResponse(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[ArtifactFailure]
     stream_failure: str
     def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ..., stream_failure: _Optional[str] = ...) -> None: ...
+
+class DecodeAudioRequest(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: DecodeAudioHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[DecodeAudioHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class DecodeAudioHeader(_message.Message):
+    __slots__ = ("clip", "artifact_directory", "artifacts", "video_file", "latents_file")
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FILE_FIELD_NUMBER: _ClassVar[int]
+    LATENTS_FILE_FIELD_NUMBER: _ClassVar[int]
+    clip: _types_pb2.ClipSpec
+    artifact_directory: str
+    artifacts: _containers.RepeatedScalarFieldContainer[str]
+    video_file: str
+    latents_file: str
+    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ..., artifacts: _Optional[_Iterable[str]] = ..., video_file: _Optional[str] = ..., latents_file: _Optional[str] = ...) -> None: ...
+
+class DecodeAudioResponse(_message.Message):
+    __slots__ = ("init_segment", "fragment", "finished")
+    INIT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    init_segment: _types_pb2.InitSegment
+    fragment: _types_pb2.Fragment
+    finished: DecodeAudioFinished
+    def __init__(self, init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., finished: _Optional[_Union[DecodeAudioFinished, _Mapping]] = ...) -> None: ...
+
+class DecodeAudioFinished(_message.Message):
+    __slots__ = ("artifacts", "failures", "stream_failure", "audio_health", "audio_health_before", "change", "against_exact")
+    ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    AUDIO_HEALTH_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    AGAINST_EXACT_FIELD_NUMBER: _ClassVar[int]
+    artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
+    failures: _containers.RepeatedCompositeFieldContainer[ArtifactFailure]
+    stream_failure: str
+    audio_health: _types_pb2.AudioHealth
+    audio_health_before: _types_pb2.AudioHealth
+    change: _types_pb2.AudioDistance
+    against_exact: _types_pb2.AudioDistance
+    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ..., stream_failure: _Optional[str] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., audio_health_before: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., change: _Optional[_Union[_types_pb2.AudioDistance, _Mapping]] = ..., against_exact: _Optional[_Union[_types_pb2.AudioDistance, _Mapping]] = ...) -> None: ...
 
 class ArtifactFailure(_message.Message):
     __slots__ = ("name", "message")

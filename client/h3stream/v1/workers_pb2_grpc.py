@@ -341,6 +341,11 @@ class DitServiceStub:
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseResponse.FromString,
                 _registered_method=True)
+        self.RefineAudio = channel.stream_stream(
+                '/h3stream.v1.DitService/RefineAudio',
+                request_serializer=h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/h3stream.v1.DitService/CloseSession',
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.DitServiceCloseSessionRequest.SerializeToString,
@@ -386,6 +391,17 @@ class DitServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RefineAudio(self, request_iterator, context):
+        """Refines the sound of a whole clip in one call, whose caches are gone when it ends unless they are shared. The first
+        message is a header, the rest are parts of "video" and "audio" (the clip's latents, float32), of "context" and
+        "token_tags", and, where `cfg` is not 1, of "negative_context" and "negative_token_tags". Answers with `started`,
+        one `progress` per step, `summary`, then parts of "audio" (float32), of "video" where the video may move, and of
+        "exact_audio" where asked to compare. Stops within one forward when the call is cancelled. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Frees a session. Closing an unknown session changes nothing.
         """
@@ -415,6 +431,11 @@ def add_DitServiceServicer_to_server(servicer, server):
                     servicer.SampleDense,
                     request_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_workers__pb2.SampleDenseResponse.SerializeToString,
+            ),
+            'RefineAudio': grpc.stream_stream_rpc_method_handler(
+                    servicer.RefineAudio,
+                    request_deserializer=h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -542,6 +563,33 @@ class DitService:
             _registered_method=True)
 
     @staticmethod
+    def RefineAudio(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/h3stream.v1.DitService/RefineAudio',
+            h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioRequest.SerializeToString,
+            h3stream_dot_v1_dot_workers__pb2.DitServiceRefineAudioResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CloseSession(request,
             target,
             options=(),
@@ -594,6 +642,11 @@ class VaeServiceStub:
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.FinishRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_workers__pb2.FinishResponse.FromString,
                 _registered_method=True)
+        self.DecodeAudio = channel.stream_stream(
+                '/h3stream.v1.VaeService/DecodeAudio',
+                request_serializer=h3stream_dot_v1_dot_workers__pb2.DecodeAudioRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_workers__pb2.DecodeAudioResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/h3stream.v1.VaeService/CloseSession',
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.VaeServiceCloseSessionRequest.SerializeToString,
@@ -628,6 +681,16 @@ class VaeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DecodeAudio(self, request_iterator, context):
+        """Decodes the refined sound of a clip whose video has not moved, in one call. The first message is a header, the rest
+        are parts of "audio" (refined), of "audio_before", and of "exact_audio" where there is one to compare with. Answers
+        with an init segment and fragments of an audio-only stream, then with `finished`: the artifacts named in the header
+        are written, and what was measured is told. Artifacts of a call that ends early are removed. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Frees a session; artifacts of one that was not finished are removed. Closing an unknown session changes nothing.
         """
@@ -652,6 +715,11 @@ def add_VaeServiceServicer_to_server(servicer, server):
                     servicer.Finish,
                     request_deserializer=h3stream_dot_v1_dot_workers__pb2.FinishRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_workers__pb2.FinishResponse.SerializeToString,
+            ),
+            'DecodeAudio': grpc.stream_stream_rpc_method_handler(
+                    servicer.DecodeAudio,
+                    request_deserializer=h3stream_dot_v1_dot_workers__pb2.DecodeAudioRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_workers__pb2.DecodeAudioResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -741,6 +809,33 @@ class VaeService:
             '/h3stream.v1.VaeService/Finish',
             h3stream_dot_v1_dot_workers__pb2.FinishRequest.SerializeToString,
             h3stream_dot_v1_dot_workers__pb2.FinishResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecodeAudio(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/h3stream.v1.VaeService/DecodeAudio',
+            h3stream_dot_v1_dot_workers__pb2.DecodeAudioRequest.SerializeToString,
+            h3stream_dot_v1_dot_workers__pb2.DecodeAudioResponse.FromString,
             options,
             channel_credentials,
             insecure,

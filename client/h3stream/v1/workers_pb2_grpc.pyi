@@ -162,6 +162,13 @@ class DitServiceStub:
     """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
     it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
     """
+    RefineAudio: _grpc.StreamStreamMultiCallable[_workers_pb2.DitServiceRefineAudioRequest, _workers_pb2.DitServiceRefineAudioResponse]
+    """Refines the sound of a whole clip in one call, whose caches are gone when it ends unless they are shared. The first
+    message is a header, the rest are parts of "video" and "audio" (the clip's latents, float32), of "context" and
+    "token_tags", and, where `cfg` is not 1, of "negative_context" and "negative_token_tags". Answers with `started`,
+    one `progress` per step, `summary`, then parts of "audio" (float32), of "video" where the video may move, and of
+    "exact_audio" where asked to compare. Stops within one forward when the call is cancelled. Needs no session.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_workers_pb2.DitServiceCloseSessionRequest, _workers_pb2.DitServiceCloseSessionResponse]
     """Frees a session. Closing an unknown session changes nothing."""
 
@@ -186,6 +193,13 @@ class DitServiceAsyncStub(DitServiceStub):
     SampleDense: _aio.UnaryStreamMultiCallable[_workers_pb2.SampleDenseRequest, _workers_pb2.SampleDenseResponse]  # type: ignore[assignment]
     """Samples the whole clip of a dense session: one message per forward; SampleChunk then sends its chunks. Repeating
     it samples nothing. Stops within one forward when the call is cancelled, and can then be called again.
+    """
+    RefineAudio: _aio.StreamStreamMultiCallable[_workers_pb2.DitServiceRefineAudioRequest, _workers_pb2.DitServiceRefineAudioResponse]  # type: ignore[assignment]
+    """Refines the sound of a whole clip in one call, whose caches are gone when it ends unless they are shared. The first
+    message is a header, the rest are parts of "video" and "audio" (the clip's latents, float32), of "context" and
+    "token_tags", and, where `cfg` is not 1, of "negative_context" and "negative_token_tags". Answers with `started`,
+    one `progress` per step, `summary`, then parts of "audio" (float32), of "video" where the video may move, and of
+    "exact_audio" where asked to compare. Stops within one forward when the call is cancelled. Needs no session.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_workers_pb2.DitServiceCloseSessionRequest, _workers_pb2.DitServiceCloseSessionResponse]  # type: ignore[assignment]
     """Frees a session. Closing an unknown session changes nothing."""
@@ -235,6 +249,19 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RefineAudio(
+        self,
+        request_iterator: _MaybeAsyncIterator[_workers_pb2.DitServiceRefineAudioRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_workers_pb2.DitServiceRefineAudioResponse], _abc.AsyncIterator[_workers_pb2.DitServiceRefineAudioResponse]]:
+        """Refines the sound of a whole clip in one call, whose caches are gone when it ends unless they are shared. The first
+        message is a header, the rest are parts of "video" and "audio" (the clip's latents, float32), of "context" and
+        "token_tags", and, where `cfg` is not 1, of "negative_context" and "negative_token_tags". Answers with `started`,
+        one `progress` per step, `summary`, then parts of "audio" (float32), of "video" where the video may move, and of
+        "exact_audio" where asked to compare. Stops within one forward when the call is cancelled. Needs no session.
+        """
+
+    @_abc_1.abstractmethod
     def CloseSession(
         self,
         request: _workers_pb2.DitServiceCloseSessionRequest,
@@ -260,6 +287,12 @@ class VaeServiceStub:
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_workers_pb2.FinishRequest, _workers_pb2.FinishResponse]
     """Completes the artifacts. Needs no phase."""
+    DecodeAudio: _grpc.StreamStreamMultiCallable[_workers_pb2.DecodeAudioRequest, _workers_pb2.DecodeAudioResponse]
+    """Decodes the refined sound of a clip whose video has not moved, in one call. The first message is a header, the rest
+    are parts of "audio" (refined), of "audio_before", and of "exact_audio" where there is one to compare with. Answers
+    with an init segment and fragments of an audio-only stream, then with `finished`: the artifacts named in the header
+    are written, and what was measured is told. Artifacts of a call that ends early are removed. Needs no session.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_workers_pb2.VaeServiceCloseSessionRequest, _workers_pb2.VaeServiceCloseSessionResponse]
     """Frees a session; artifacts of one that was not finished are removed. Closing an unknown session changes nothing."""
 
@@ -277,6 +310,12 @@ class VaeServiceAsyncStub(VaeServiceStub):
     """
     Finish: _aio.UnaryUnaryMultiCallable[_workers_pb2.FinishRequest, _workers_pb2.FinishResponse]  # type: ignore[assignment]
     """Completes the artifacts. Needs no phase."""
+    DecodeAudio: _aio.StreamStreamMultiCallable[_workers_pb2.DecodeAudioRequest, _workers_pb2.DecodeAudioResponse]  # type: ignore[assignment]
+    """Decodes the refined sound of a clip whose video has not moved, in one call. The first message is a header, the rest
+    are parts of "audio" (refined), of "audio_before", and of "exact_audio" where there is one to compare with. Answers
+    with an init segment and fragments of an audio-only stream, then with `finished`: the artifacts named in the header
+    are written, and what was measured is told. Artifacts of a call that ends early are removed. Needs no session.
+    """
     CloseSession: _aio.UnaryUnaryMultiCallable[_workers_pb2.VaeServiceCloseSessionRequest, _workers_pb2.VaeServiceCloseSessionResponse]  # type: ignore[assignment]
     """Frees a session; artifacts of one that was not finished are removed. Closing an unknown session changes nothing."""
 
@@ -309,6 +348,18 @@ class VaeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.FinishResponse, _abc.Awaitable[_workers_pb2.FinishResponse]]:
         """Completes the artifacts. Needs no phase."""
+
+    @_abc_1.abstractmethod
+    def DecodeAudio(
+        self,
+        request_iterator: _MaybeAsyncIterator[_workers_pb2.DecodeAudioRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_workers_pb2.DecodeAudioResponse], _abc.AsyncIterator[_workers_pb2.DecodeAudioResponse]]:
+        """Decodes the refined sound of a clip whose video has not moved, in one call. The first message is a header, the rest
+        are parts of "audio" (refined), of "audio_before", and of "exact_audio" where there is one to compare with. Answers
+        with an init segment and fragments of an audio-only stream, then with `finished`: the artifacts named in the header
+        are written, and what was measured is told. Artifacts of a call that ends early are removed. Needs no session.
+        """
 
     @_abc_1.abstractmethod
     def CloseSession(

@@ -12,14 +12,13 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h3stream import codec, events, job
+from h3stream import codec, events, job, refine
+from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Event
 from h3stream.request import (
     KV_STORAGES,
     SAMPLING_MODES,
-    AdapterChoice,
-    AdapterUse,
     ClipSpec,
     GenerateRequest,
     PreviewSpec,
@@ -44,13 +43,25 @@ CLIP = st.builds(
 )  # fmt: skip
 PREVIEW = st.builds(PreviewSpec, max_side=INT32, every_steps=INT32)
 NAME = st.text("abc.-", max_size=8)
+CHOICES = st.lists(st.builds(AdapterChoice, name=TEXT, strength=st.none() | FLOAT), max_size=2).map(tuple)
+REFINE = st.builds(
+    refine.RefineSpec, steps=INT32, audio_denoise=FLOAT, video_denoise=FLOAT, sampler=NAME, scheduler=NAME, cfg=FLOAT,
+    negative_prompt=TEXT, seed=st.none() | UINT64, adapters=CHOICES,
+    audio_range=st.none() | st.builds(refine.TimeRange, start_s=FLOAT, end_s=FLOAT), compare=st.booleans(),
+    cache=st.builds(
+        refine.FrozenCacheSpec, enabled=st.booleans(), contents=st.sampled_from(get_args(refine.CacheContents)),
+        precision=st.sampled_from(get_args(refine.CachePrecision)), text=st.sampled_from(get_args(refine.CacheText)),
+        refresh_interval=INT32, backend=st.sampled_from(get_args(refine.CacheBackend)), allow_disk=st.booleans(),
+        vram_margin_gb=FLOAT, shared=st.booleans(), on_no_room=st.sampled_from(get_args(refine.OnNoRoom)),
+    ),
+)  # fmt: skip
 REQUEST = st.builds(
     GenerateRequest, prompt=TEXT, num_frames=st.none() | INT32, width=st.none() | INT32, height=st.none() | INT32,
     steps=st.none() | INT32, video_shift=st.none() | FLOAT, audio_shift=st.none() | FLOAT, sink=st.none() | INT32,
     window=st.none() | INT32 | st.just("all"), kv_storage=st.none() | st.sampled_from(KV_STORAGES),
     seed=st.none() | UINT64, cancel_on_disconnect=st.booleans(), mode=st.none() | MODE,
-    adapters=st.lists(st.builds(AdapterChoice, name=TEXT, strength=st.none() | FLOAT), max_size=2).map(tuple),
-    preview=st.none() | PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
+    adapters=CHOICES, preview=st.none() | PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
+    refine_audio=st.none() | REFINE,
 )  # fmt: skip
 CHUNK = st.builds(
     events.ChunkPlan, video_start=INT32, video_stop=INT32, audio_start=INT32, audio_stop=INT32, num_frames_emitted=INT32
@@ -60,7 +71,7 @@ PLAN = st.builds(
     num_audio_latents=INT32, num_samples=INT64, num_noise_forwards=INT32, num_clean_forwards=INT32,
     expected_stream_bytes=INT64,
     warnings=st.lists(st.builds(events.PlanWarning, reason=TEXT, message=TEXT), max_size=2).map(tuple),
-    preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
+    preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple), refine_audio=st.none() | REFINE,
 )  # fmt: skip
 ARTIFACT = st.builds(events.Artifact, name=TEXT, media_type=TEXT, size_bytes=INT64, sha256=TEXT, relative_path=TEXT)
 HEALTH = st.builds(
@@ -69,6 +80,7 @@ HEALTH = st.builds(
 TIMINGS = st.builds(
     events.Timings, first_fragment_s=FLOAT, sampling_s=FLOAT, total_s=FLOAT, num_frames_before_sampling_end=INT32
 )
+DISTANCE = st.builds(events.AudioDistance, latents=FLOAT, log_mel_db=FLOAT, rms_ratio=FLOAT)
 ENVELOPE: dict[str, Any] = {"seq": UINT64, "job_id": TEXT, "media_time_ticks": INT64}
 EVENT = st.one_of(
     st.builds(events.Accepted, **ENVELOPE, plan=PLAN),
@@ -93,6 +105,31 @@ EVENT = st.one_of(
         events.StreamComplete, **ENVELOPE, num_fragments=INT32, num_bytes=INT64, num_frames=INT32, num_samples=INT64
     ),
     st.builds(
+        events.RefineStarted, **ENVELOPE, spec=REFINE, num_rows=INT64, num_live_rows=INT64, num_blocks=INT32,
+        has_cache=st.booleans(), backend=st.sampled_from(get_args(refine.CacheBackend)), reason=TEXT, cache_bytes=INT64,
+        transient_bytes=INT64,
+    ),
+    st.builds(
+        events.RefineProgress, **ENVELOPE, step=INT32, num_steps=INT32, mode=TEXT, reason=TEXT, num_forwards=INT32,
+        num_blocks_cached=INT32, num_blocks_built=INT32, num_blocks_exact=INT32, num_query_rows=INT64,
+        num_key_rows=INT64, num_fed_rows=INT64, num_bytes_moved=INT64, block_s=FLOAT, outside_s=FLOAT,
+        cache_bytes=INT64,
+    ),
+    st.builds(
+        events.RefinedInitSegment, **ENVELOPE, data=st.binary(), mime_type=TEXT, video_encoder=TEXT, audio_encoder=TEXT
+    ),
+    st.builds(
+        events.RefinedFragment, **ENVELOPE, data=st.binary(), fragment_index=INT32, chunk_index=INT32,
+        start_ticks=INT64, duration_ticks=INT64, first_frame=INT32, num_frames=INT32, num_samples_total=INT64,
+        is_keyframe=st.booleans(),
+    ),
+    st.builds(
+        events.RefinedAudio, **ENVELOPE, latents_sha256=TEXT, num_samples=INT64, audio_health=HEALTH,
+        audio_health_before=HEALTH, change=DISTANCE, against_exact=st.none() | DISTANCE, speed_ratio=FLOAT,
+        sampling_s=FLOAT, is_warm=st.booleans(),
+    ),
+    st.builds(events.RefineFailed, **ENVELOPE, reason=TEXT, message=TEXT),
+    st.builds(
         events.Completed, **ENVELOPE, artifacts=st.lists(ARTIFACT, max_size=2).map(tuple), latents_sha256=TEXT,
         audio_health=HEALTH, timings=TIMINGS,
     ),
@@ -105,6 +142,7 @@ JOB = st.builds(
     removed_artifacts=st.lists(
         st.builds(job.RemovedArtifact, name=TEXT, remove_time=TIME, message=TEXT), max_size=2
     ).map(tuple),
+    source_job_id=TEXT,
 )  # fmt: skip
 NAMES = st.dictionaries(TEXT, TEXT, max_size=2)
 PART = st.builds(
@@ -177,7 +215,6 @@ def test_adapters_come_back_as_they_were(info: job.ServerInfo) -> None:
         *codec.MIRRORED.items(),
         *codec.PAYLOADS.values(),
         (GenerateRequest, video_pb2.GenerateRequest),
-        (AdapterChoice, video_pb2.AdapterChoice),
     ],
     ids=lambda value: value.__name__,
 )
@@ -242,6 +279,21 @@ def test_what_a_newer_server_sends_is_unknown_and_no_error() -> None:
     assert event.phase == "unknown"
 
 
+def test_a_refinement_says_its_defaults_where_nothing_is_said() -> None:
+    assert codec.refine_spec_from_proto(types_pb2.RefineSpec(), "spec") == refine.RefineSpec()
+    request = codec.request_from_proto(video_pb2.GenerateRequest(prompt="a fox", refine_audio={"steps": 4}))
+    assert request.refine_audio == refine.RefineSpec(steps=4)
+
+
+def test_a_refinement_names_everything_that_is_wrong_with_it() -> None:
+    message = types_pb2.RefineSpec(cfg=float("nan"), cache={"contents": 9, "vram_margin_gb": float("inf")})  # type: ignore[dict-item]
+    with pytest.raises(InvalidRequestError) as raised:
+        codec.request_from_proto(video_pb2.GenerateRequest(prompt="a fox", refine_audio=message))
+    assert {violation.field for violation in raised.value.violations} == {
+        "refine_audio.cfg", "refine_audio.cache.contents", "refine_audio.cache.vram_margin_gb"
+    }  # fmt: skip
+
+
 def test_an_unspecified_storage_of_a_clip_is_the_gpu_and_an_unspecified_mode_streaming() -> None:
     clip = codec.clip_spec_from_proto(types_pb2.ClipSpec(num_frames=22))
     assert (clip.kv_storage, clip.mode) == ("gpu", "streaming")
@@ -260,7 +312,7 @@ def test_a_request_names_everything_that_is_wrong_with_it() -> None:
         mode=99,  # type: ignore[arg-type]
         unlimited_window=False,
         video_shift=float("nan"),
-        adapters=[video_pb2.AdapterChoice(name="turbo", strength=float("inf"))],
+        adapters=[types_pb2.AdapterChoice(name="turbo", strength=float("inf"))],
     )
     message.adapters[0].MergeFromString(b"\xf8\x07\x01")  # field 127
     message.MergeFromString(b"\xf8\x07\x01\xf8\x07\x02\xa2\x06\x01x")  # field 127 twice, field 100
@@ -282,7 +334,7 @@ def test_a_request_names_everything_that_is_wrong_with_it() -> None:
 
 
 def test_more_adapters_than_a_message_holds_are_refused_without_a_look_at_each() -> None:
-    message = video_pb2.GenerateRequest(prompt="a fox", adapters=65 * [video_pb2.AdapterChoice(strength=math.nan)])
+    message = video_pb2.GenerateRequest(prompt="a fox", adapters=65 * [types_pb2.AdapterChoice(strength=math.nan)])
     with pytest.raises(InvalidRequestError) as caught:
         codec.request_from_proto(message)
     assert [(v.field, v.description) for v in caught.value.violations] == [

@@ -6,7 +6,7 @@ import inspect
 from types import ModuleType
 
 import h3stream
-from h3stream import errors, events, job, request
+from h3stream import adapters, errors, events, job, refine, request
 
 
 def public_classes(module: ModuleType) -> set[str]:
@@ -20,7 +20,7 @@ def public_classes(module: ModuleType) -> set[str]:
 def test_everything_a_caller_can_meet_is_exported() -> None:
     of_servers = {"StartupError", "ConfigError", "CheckpointError"}
     expected = public_classes(errors) - of_servers | public_classes(events) | public_classes(job)
-    expected |= public_classes(request) - {"RequestOptions"}
+    expected |= public_classes(request) - {"RequestOptions"} | public_classes(adapters) | public_classes(refine)
     expected |= {"AsyncClient", "AsyncGeneration", "Client", "Generation"}
     assert set(h3stream.__all__) == expected
 

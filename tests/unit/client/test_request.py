@@ -8,12 +8,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from h3stream.adapters import MAX_ADAPTER_NAME_BYTES, MAX_ADAPTERS, AdapterChoice
 from h3stream.errors import InvalidRequestError
+from h3stream.fields import MAX_PROMPT_BYTES
 from h3stream.request import (
-    MAX_ADAPTER_NAME_BYTES,
-    MAX_ADAPTERS,
-    MAX_PROMPT_BYTES,
-    AdapterChoice,
     GenerateRequest,
     RequestOptions,
     make_request,

@@ -23,7 +23,8 @@ from core.request import (
     preview_violations,
     prompt_violations,
 )
-from h3stream.request import AdapterUse, ClipSpec, KvStorage, SamplingMode
+from h3stream.adapters import AdapterUse
+from h3stream.request import ClipSpec, KvStorage, SamplingMode
 
 CLIP = ClipSpec(
     num_frames=39,

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.errors import InvalidRequestError, OffGridError, UnsupportedError
-from h3stream.request import AdapterChoice, AdapterUse, ClipSpec, GenerateRequest
+from h3stream.request import ClipSpec, GenerateRequest
 from orchestrator.admission import make_plan, resolve
 from orchestrator.model_info import DENSE_STEPS, STANDARD_CLIP, ModelInfo, dense_clip
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from h3stream import errors
-from h3stream.request import AdapterChoice, PreviewSpec
+from h3stream.adapters import AdapterChoice
+from h3stream.request import PreviewSpec
 from h3stream.status import STATUS_OF
 from web.app import make_app
 from web.wire import byte_range, http_status, parse_request

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from h3stream.adapters import AdapterUse
 from h3stream.errors import CheckpointError, ConfigError, DeviceMemoryError, InvalidRequestError, UnsupportedError
-from h3stream.request import AdapterUse, ClipSpec
+from h3stream.request import ClipSpec
 from services.common.config import AdapterSource
 from services.common.ledger import read_ledger
 from services.common.verbs import VerbCancelled
