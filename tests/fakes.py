@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,18 @@ from core.geometry import chunk_table, num_audio_latents, num_samples, num_video
 from h3stream import codec
 from h3stream.adapters import AdapterUse
 from h3stream.channel import MAX_MESSAGE_BYTES
-from h3stream.errors import FieldViolation, GenerationError, JobCancelledError, JobNotFoundError, OffGridError
+from h3stream.errors import (
+    FieldViolation,
+    GenerationError,
+    InvalidRequestError,
+    JobCancelledError,
+    JobNotFoundError,
+    OffGridError,
+)
 from h3stream.events import (
     Accepted,
+    Artifact,
+    AudioDistance,
     AudioHealth,
     ChunkPlan,
     Completed,
@@ -31,10 +41,16 @@ from h3stream.events import (
     PlanWarning,
     Preview,
     Progress,
+    RefinedAudio,
+    RefinedFragment,
+    RefinedInitSegment,
+    RefineProgress,
+    RefineStarted,
     StreamComplete,
     Timings,
 )
 from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from services.common.rpc import RpcServer
@@ -47,6 +63,7 @@ DEFAULT_DENSE_CLIP = replace(DEFAULT_CLIP, mode="dense", steps=5, sink=0, window
 NOTICE = "the weights of this model are made up"
 PREVIEW = PreviewSpec(max_side=256, every_steps=1)
 ARTIFACTS = ("final.mp4", "stream.mp4")
+REFINED_ARTIFACTS = ("refined.mp4", "refined.flac", "refine-compare.png")
 HEARTBEAT_S = 0.02
 
 
@@ -59,6 +76,9 @@ def plan_of(request: GenerateRequest) -> Plan:
         **{n: v for n in names if (v := getattr(request, n)) is not None},
         adapters=tuple(AdapterUse(a.name, 1.0 if a.strength is None else a.strength) for a in request.adapters),
     )
+    refine = request.refine_audio
+    if refine is not None and refine.seed is None:
+        refine = replace(refine, seed=clip.seed)
     if request.window is not None:
         clip = replace(clip, window=None if request.window == "all" else request.window)
     if clip.num_frames not in valid_frame_counts():
@@ -80,19 +100,31 @@ def plan_of(request: GenerateRequest) -> Plan:
         warnings=(PlanWarning("MODEL_NOTICE", NOTICE),),
         preview=PREVIEW if request.preview is None else request.preview,
         artifacts=tuple(request.artifacts) or ARTIFACTS,
+        refine_audio=request.refine_audio
+        and replace(request.refine_audio, seed=request.refine_audio.seed or clip.seed),
     )
+
+
+class EventMaker:
+    """Makes events one after another."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._seq = 0
+
+    def __call__(self, cls: type[Any], frames: int, **fields: Any) -> Any:
+        made = cls(seq=self._seq, job_id=self._job_id, media_time_ticks=frames * TICKS_PER_FRAME, **fields)
+        self._seq += 1
+        return made
 
 
 def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
     """The events of a job in which everything goes well; stills are among them only if the request names them."""
-    seq = 0
+    make = EventMaker(job_id)
     frames = 0
 
     def event(cls: type[Any], **fields: Any) -> Any:
-        nonlocal seq
-        made = cls(seq=seq, job_id=job_id, media_time_ticks=frames * TICKS_PER_FRAME, **fields)
-        seq += 1
-        return made
+        return make(cls, frames, **fields)
 
     yield event(Accepted, plan=plan)
     yield event(PhaseChange, phase="encode", chunk_index=-1)
@@ -144,9 +176,60 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
         num_samples=plan.num_samples,
     )  # fmt: skip
     yield event(JobWarning, reason="AUDIO_CLIPPED", message="3 audio samples are at full scale")
+    if plan.refine_audio is not None:
+        yield from _refinement(plan, plan.refine_audio, make, frames)
     yield event(
         Completed, artifacts=(), latents_sha256="ab" * 32, audio_health=AudioHealth(0.1, 1.0, 0.0, 3, 1.0),
         timings=Timings(0.1, 0.2, 0.3, frames_before_end),
+    )  # fmt: skip
+
+
+def _refinement(plan: Plan, spec: RefineSpec, make: EventMaker, frames: int) -> Iterator[Event]:
+    yield make(PhaseChange, frames, phase="refine", chunk_index=-1)
+    has_cache = spec.cache.enabled and spec.steps > 1
+    yield make(
+        RefineStarted, frames, spec=spec, num_rows=1000, num_live_rows=160, num_blocks=4, has_cache=has_cache,
+        backend="ram", reason="it has no room on the device" if has_cache else "the cache is switched off",
+        cache_bytes=2_000_000 * has_cache, transient_bytes=500_000,
+    )  # fmt: skip
+    for step in range(1, spec.steps + 1):
+        mode = "exact" if not has_cache else "build" if step == 1 else "cached"
+        counts = {name: 4 * (name == mode) for name in ("cached", "built", "exact")} | {"built": 4 * (mode == "build")}
+        yield make(
+            RefineProgress, frames, step=step, num_steps=spec.steps, mode=mode,
+            reason={"exact": "the cache is switched off", "build": "no cache yet"}.get(mode, ""), num_forwards=1,
+            num_blocks_cached=counts["cached"], num_blocks_built=counts["built"], num_blocks_exact=counts["exact"],
+            num_query_rows=4000, num_key_rows=4000, num_fed_rows=4000, num_bytes_moved=0, block_s=0.2, outside_s=0.1,
+            cache_bytes=2_000_000 * has_cache,
+        )  # fmt: skip
+    yield make(PhaseChange, frames, phase="decode", chunk_index=-1)
+    mime_type = 'audio/mp4; codecs="mp4a.40.2"'
+    yield make(
+        RefinedInitSegment, frames, data=b"refined init", mime_type=mime_type, video_encoder="", audio_encoder="aac"
+    )
+    num_ticks = plan.clip.num_frames * TICKS_PER_FRAME
+    yield make(
+        RefinedFragment, frames, data=b"refined" * 100, fragment_index=0, chunk_index=-1, start_ticks=0,
+        duration_ticks=num_ticks, first_frame=0, num_frames=0, num_samples_total=plan.num_samples, is_keyframe=True,
+    )  # fmt: skip
+    yield make(
+        RefinedAudio, frames, latents_sha256="cd" * 32, num_samples=plan.num_samples,
+        audio_health=AudioHealth(0.12, 0.9, 0.0, 0, 1.0), audio_health_before=AudioHealth(0.1, 1.0, 0.0, 3, 1.0),
+        change=AudioDistance(0.25, 3.5, 1.2),
+        against_exact=AudioDistance(0.026, 0.8, 0.99) if spec.compare else None,
+        speed_ratio=3.5 if spec.compare else 0.0, sampling_s=1.8, is_warm=False,
+    )  # fmt: skip
+
+
+def refine_events_of(plan: Plan, artifacts: tuple[Artifact, ...], job_id: str = "job-0") -> Iterator[Event]:
+    """The events of a job that refines a clip's sound, in which everything goes well."""
+    assert plan.refine_audio is not None
+    make = EventMaker(job_id)
+    yield make(Accepted, 0, plan=plan)
+    yield from _refinement(plan, plan.refine_audio, make, 0)
+    yield make(
+        Completed, 0, artifacts=artifacts, latents_sha256="cd" * 32, audio_health=AudioHealth(0.12, 0.9, 0.0, 0, 1.0),
+        timings=Timings(0.0, 1.8, 2.4, 0),
     )  # fmt: skip
 
 
@@ -170,6 +253,10 @@ class Script:
     """The event that is sent twice."""
     stop_at: int = -1
     """Where the stream ends as if all were well."""
+    upload_limit: int = -1
+    """Bytes of an upload after which its connection is lost."""
+    cut_download: bool = False
+    """Whether the next download loses its connection half way."""
     stall_at: int = -1
     """Where the job stands still, sending heartbeats, until it is cancelled or this is set to -1."""
     silent_at: int = -1
@@ -191,6 +278,12 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     """Jobs that CancelJob ended."""
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a caller ended its Generate call early."""
+    headers: list[video_pb2.RefineHeader] = field(default_factory=list)
+    """Of the refinements that were accepted, in order; the job of the n-th is "refine-n"."""
+    uploads: list[bytes] = field(default_factory=list)
+    """What was uploaded, as far as it came."""
+    downloads: list[video_pb2.DownloadArtifactRequest] = field(default_factory=list)
+    """Downloads that were asked for."""
 
     async def Generate(
         self, request: video_pb2.GenerateRequest, context: Any
@@ -200,10 +293,50 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         plan = plan_of(wanted)
         job_id = f"job-{len(self.requests)}"
         self.requests.append(wanted)
+        async for event in self._told(events_of(plan, job_id), plan, job_id, context):
+            yield _response(event)
+
+    async def RefineAudio(
+        self, request_iterator: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
+    ) -> AsyncIterator[video_pb2.RefineAudioResponse]:
+        self._refuse()
+        header = (await anext(request_iterator)).header
+        if header.HasField("upload"):
+            self.uploads.append(b"")
+            async for message in request_iterator:
+                self.uploads[-1] += message.data
+                if 0 <= self.script.upload_limit <= len(self.uploads[-1]):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            if hashlib.sha256(self.uploads[-1]).hexdigest() != header.upload.sha256:
+                raise InvalidRequestError("the upload is not the file that was announced")
+        else:
+            self._job(header.job_id)
+        job_id = f"refine-{len(self.headers)}"
+        self.headers.append(header)
+        async for event in self._told(self._events(job_id), self._job(job_id).plan, job_id, context):
+            yield video_pb2.RefineAudioResponse(event=codec.event_to_proto(event))
+
+    async def DownloadArtifact(
+        self, request: video_pb2.DownloadArtifactRequest, context: Any
+    ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
+        self._refuse()
+        self.downloads.append(request)
+        artifact = artifact_of(self._job(request.job_id).job_id, request.name)
+        message = video_pb2.DownloadArtifactResponse()
+        message.artifact.CopyFrom(codec.artifact_to_proto(artifact))
+        yield message
+        data = content_of(request.job_id, request.name)
+        is_cut, self.script.cut_download = self.script.cut_download, False
+        yield video_pb2.DownloadArtifactResponse(data=data[request.offset_bytes : len(data) // (1 + is_cut)])
+        if is_cut:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    async def _told(self, events: Iterator[Event], plan: Plan, job_id: str, context: Any) -> AsyncIterator[Event]:
+        """The events of a call, as the script has it."""
         script = self.script
         extra = 0  # heartbeats that pushed the later events back
         try:
-            for event in events_of(plan, job_id):
+            for event in events:
                 if event.seq == script.fail_at and script.fail_with is not None:
                     raise script.fail_with
                 if event.seq == script.stop_at:
@@ -214,13 +347,13 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                 while event.seq == script.stall_at:
                     if job_id in self.cancelled:
                         raise JobCancelledError(f"{job_id} was cancelled", job_id=job_id)
-                    yield _response(heartbeat(event.seq + extra, plan, job_id))
+                    yield heartbeat(event.seq + extra, plan, job_id)
                     extra += 1
                     await asyncio.sleep(HEARTBEAT_S)
                 if event.seq != script.drop:
-                    yield _response(replace(event, seq=event.seq + extra))
+                    yield replace(event, seq=event.seq + extra)
                 if event.seq == script.repeat:
-                    yield _response(event)
+                    yield event
         except (asyncio.CancelledError, GeneratorExit):  # the latter where the caller went during a write
             self.disconnected.set()
             raise
@@ -228,7 +361,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
         self._refuse()
         self.attached.append(request)
-        events = list(events_of(self._job(request.job_id).plan, request.job_id))
+        events = list(self._events(request.job_id))
         fragments = [event for event in events if isinstance(event, Fragment)]
         match request.WhichOneof("start"):
             case "live":
@@ -281,18 +414,38 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         if self.script.refuse_with is not None:
             raise self.script.refuse_with
 
+    def _events(self, job_id: str) -> Iterator[Event]:
+        plan = self._job(job_id).plan
+        if job_id.startswith("refine-"):
+            return refine_events_of(plan, tuple(artifact_of(job_id, name) for name in REFINED_ARTIFACTS), job_id)
+        return events_of(plan, job_id)
+
     def _job(self, job_id: str) -> Job:
+        if job_id.startswith("refine-"):
+            header = self.headers[int(job_id.removeprefix("refine-"))]
+            plan = plan_of(GenerateRequest("a fox", refine_audio=codec.refine_spec_from_proto(header.spec, "spec")))
+            return replace(EMPTY_JOB, job_id=job_id, plan=plan, source_job_id=header.job_id)
         number = job_id.removeprefix("job-")
         if not number.isdecimal() or int(number) >= len(self.requests):
             raise JobNotFoundError(f"there is no job {job_id!r}", job_id=job_id)
-        return Job(
-            job_id=job_id,
-            state="running",
-            plan=plan_of(self.requests[int(number)]),
-            num_events=3,
-            num_frames_emitted=17,
-            create_time=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
-        )
+        return replace(EMPTY_JOB, job_id=job_id, plan=plan_of(self.requests[int(number)]))
+
+
+EMPTY_JOB = Job(
+    job_id="", state="running", plan=plan_of(GenerateRequest("a fox")), num_events=3, num_frames_emitted=17,
+    create_time=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+)  # fmt: skip
+
+
+def content_of(job_id: str, name: str) -> bytes:
+    """The bytes of an artifact."""
+    return f"{name} of {job_id} ".encode() * 1000
+
+
+def artifact_of(job_id: str, name: str) -> Artifact:
+    """What is told of it."""
+    data = content_of(job_id, name)
+    return Artifact(name, "video/mp4", len(data), hashlib.sha256(data).hexdigest(), f"jobs/{job_id}/{name}")
 
 
 ADAPTERS = (

@@ -19,9 +19,11 @@ from h3stream.clip_file import ClipFile
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Artifact, Completed, Event, Plan
 from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.refine import RefineOptions, RefineSpec, make_spec
 from h3stream.request import GenerateRequest, RequestOptions, make_request
 from h3stream.status import from_rpc_error
-from h3stream.stream import RECONNECT_S, EventOrder, Line, Reconnection, StallBudget, attach_request
+from h3stream.stream import RECONNECT_S, EventOrder, EventResponse, Line, Reconnection, StallBudget, attach_request
+from h3stream.upload import RefineCall, Source
 from h3stream.v1 import video_pb2, video_pb2_grpc
 
 Response = TypeVar("Response")
@@ -119,6 +121,33 @@ class AsyncClient:
         call = self._stub.Attach(request)
         return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(request), again), budget)
 
+    def refine(
+        self,
+        source: Source,
+        spec: RefineSpec | None = None,
+        *,
+        prompt: str = "",
+        cancel_on_disconnect: bool = False,
+        stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **options: Unpack[RefineOptions],
+    ) -> AsyncGeneration:
+        """Refines the sound of a finished clip, as a job of its own; returns an asynchronous iterator over its events.
+
+        The source never changes; the refined clip is the artifact `refined.mp4`, and `refined_media` of the events.
+        source: the id of a job, a Job or a generation that has ended; or the Path of a `latents.safetensors`, which is
+        uploaded in pieces and checked on arrival.  prompt: what the latents of a file were made with.
+        spec, options: how it is refined; options are fields of RefineSpec.
+        A file is never sent twice: a connection that is lost before there is a job raises NotReadyError. The time of an
+        upload counts as standing still.
+        The others are those of `generate`.
+        """
+        budget = StallBudget(stall_timeout_s)
+        again = Reconnection(0.0 if cancel_on_disconnect else reconnect_s)
+        asked = RefineCall(source, prompt, make_spec(spec, options), cancel_on_disconnect)
+        call = self._stub.RefineAudio(_sent(asked))
+        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(), again, asked), budget)
+
     async def save(
         self,
         prompt: str | GenerateRequest,
@@ -204,6 +233,12 @@ class AsyncClient:
             raise from_rpc_error(error) from error
 
 
+async def _sent(asked: RefineCall) -> AsyncGenerator[video_pb2.RefineAudioRequest, None]:
+    messages = iter(asked)
+    while (message := await asyncio.to_thread(next, messages, None)) is not None:  # a disk may be slow
+        yield message
+
+
 async def _events(line: Line, budget: StallBudget) -> AsyncGenerator[Event, None]:
     # Not a method: a generator that held its AsyncGeneration would keep a dropped one, and so its call, alive.
     try:
@@ -227,7 +262,7 @@ async def _events(line: Line, budget: StallBudget) -> AsyncGenerator[Event, None
         line.call.cancel()
 
 
-async def _receive(line: Line, budget: StallBudget) -> video_pb2.GenerateResponse | video_pb2.AttachResponse | None:
+async def _receive(line: Line, budget: StallBudget) -> EventResponse | None:
     """The next response, None at the end. Raises DeadlineError, and the call's own error as it is."""
     try:
         async with asyncio.timeout(budget.left_s):

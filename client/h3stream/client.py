@@ -18,9 +18,11 @@ from h3stream.clip_file import ClipFile
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Artifact, Completed, Event, Plan
 from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.refine import RefineOptions, RefineSpec, make_spec
 from h3stream.request import GenerateRequest, RequestOptions, make_request
 from h3stream.status import from_rpc_error
-from h3stream.stream import RECONNECT_S, EventOrder, Line, Reconnection, StallBudget, attach_request
+from h3stream.stream import RECONNECT_S, EventOrder, EventResponse, Line, Reconnection, StallBudget, attach_request
+from h3stream.upload import RefineCall, Source
 from h3stream.v1 import video_pb2, video_pb2_grpc
 
 Response = TypeVar("Response")
@@ -117,6 +119,33 @@ class Client:
         again = Reconnection(reconnect_s)
         call = self._stub.Attach(request)
         return Generation(Line(call, self._stub.Attach, EventOrder(request), again), budget)
+
+    def refine(
+        self,
+        source: Source,
+        spec: RefineSpec | None = None,
+        *,
+        prompt: str = "",
+        cancel_on_disconnect: bool = False,
+        stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **options: Unpack[RefineOptions],
+    ) -> Generation:
+        """Refines the sound of a finished clip, as a job of its own; returns an iterator over its events.
+
+        The source never changes; the refined clip is the artifact `refined.mp4`, and `refined_media` of the events.
+        source: the id of a job, a Job or a generation that has ended; or the Path of a `latents.safetensors`, which is
+        uploaded in pieces and checked on arrival.  prompt: what the latents of a file were made with.
+        spec, options: how it is refined; options are fields of RefineSpec.
+        A file is never sent twice: a connection that is lost before there is a job raises NotReadyError. The time of an
+        upload counts as standing still.
+        The others are those of `generate`.
+        """
+        budget = StallBudget(stall_timeout_s)
+        again = Reconnection(0.0 if cancel_on_disconnect else reconnect_s)
+        asked = RefineCall(source, prompt, make_spec(spec, options), cancel_on_disconnect)
+        call = self._stub.RefineAudio(iter(asked))
+        return Generation(Line(call, self._stub.Attach, EventOrder(), again, asked), budget)
 
     def save(
         self,
@@ -226,7 +255,7 @@ def _events(line: Line, budget: StallBudget) -> Generator[Event, None, None]:
         line.call.cancel()
 
 
-def _receive(line: Line, budget: StallBudget) -> video_pb2.GenerateResponse | video_pb2.AttachResponse | None:
+def _receive(line: Line, budget: StallBudget) -> EventResponse | None:
     """The next response, None at the end. Raises DeadlineError, and the call's own error as it is."""
     is_stalled = threading.Event()
 
@@ -240,7 +269,7 @@ def _receive(line: Line, budget: StallBudget) -> video_pb2.GenerateResponse | vi
         timer.daemon = True
         timer.start()
     try:
-        response: video_pb2.GenerateResponse | video_pb2.AttachResponse | None = next(line.call, None)
+        response: EventResponse | None = next(line.call, None)
     except grpc.RpcError as error:
         if is_stalled.is_set():
             raise budget.exceeded(line.order.job_id) from error

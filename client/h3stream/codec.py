@@ -302,6 +302,11 @@ def job_from_proto(message: video_pb2.Job) -> Job:
     return value
 
 
+def artifact_to_proto(value: events.Artifact) -> types_pb2.Artifact:
+    """The wire form of an artifact."""
+    return _MIRROR.to_message(value, types_pb2.Artifact)
+
+
 def artifact_from_proto(message: types_pb2.Artifact) -> events.Artifact:
     """The artifact of a message."""
     value: events.Artifact = _MIRROR.from_message(message)

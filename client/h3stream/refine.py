@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from h3stream.adapters import AdapterChoice, adapter_violations
 from h3stream.errors import FieldViolation
@@ -93,6 +93,28 @@ class RefineSpec:
             object.__setattr__(self, "adapters", tuple(self.adapters))
         if violations := list(_violations(self)):
             raise invalid_request(violations)
+
+
+class RefineOptions(TypedDict, total=False):
+    """The fields of `RefineSpec` as keyword arguments."""
+
+    steps: int
+    audio_denoise: float
+    video_denoise: float
+    sampler: str
+    scheduler: str
+    cfg: float
+    negative_prompt: str
+    seed: int | None
+    adapters: Sequence[AdapterChoice]
+    audio_range: TimeRange | None
+    cache: FrozenCacheSpec
+    compare: bool
+
+
+def make_spec(spec: RefineSpec | None, options: Mapping[str, Any]) -> RefineSpec:
+    """The refinement of options, or a refinement with some fields replaced."""
+    return dataclasses.replace(spec or RefineSpec(), **options)
 
 
 _INTEGERS = {"steps": INT32, "refresh_interval": INT32, "seed": UINT64}

@@ -11,11 +11,15 @@ from typing import Any
 import grpc
 
 from h3stream.codec import event_from_proto
-from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation
+from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation, GenerationError
 from h3stream.events import Accepted, Completed, Event, InitSegment, Progress
 from h3stream.fields import invalid_request
 from h3stream.status import from_rpc_error, is_connection_loss
+from h3stream.upload import RefineCall
 from h3stream.v1 import video_pb2
+
+EventResponse = video_pb2.GenerateResponse | video_pb2.AttachResponse | video_pb2.RefineAudioResponse
+"""What events arrive in."""
 
 RECONNECT_S = 60.0
 """How long a lost connection is tried again where a caller does not say."""
@@ -59,7 +63,7 @@ class EventOrder:
         self._is_joining = self._start.WhichOneof("start") in ("from_chunk", "live")
         self._is_complete = False
 
-    def accept(self, response: video_pb2.GenerateResponse | video_pb2.AttachResponse) -> Event | None:
+    def accept(self, response: EventResponse) -> Event | None:
         """The next event, or None for one that was told before and that a new connection had to tell again.
 
         Raises BrokenStreamError if it is not the one that had to come.
@@ -172,15 +176,22 @@ class Line:
     """The call that a job's events come over; another one after each loss of the connection."""
 
     def __init__(
-        self, call: Any, attach: Callable[[video_pb2.AttachRequest], Any], order: EventOrder, again: Reconnection
+        self,
+        call: Any,
+        attach: Callable[[video_pb2.AttachRequest], Any],
+        order: EventOrder,
+        again: Reconnection,
+        asked: RefineCall | None = None,
     ) -> None:
-        """call: a response stream of Generate or Attach.  attach: the stub's Attach."""
+        """call: a response stream of Generate, Attach or RefineAudio.  attach: the stub's Attach.
+        asked: what RefineAudio is asked with."""
         self.call = call
         self.order = order
         self._attach = attach
         self._again = again
+        self._asked = asked
 
-    def accept(self, response: video_pb2.GenerateResponse | video_pb2.AttachResponse) -> Event | None:
+    def accept(self, response: EventResponse) -> Event | None:
         """What EventOrder says of a response."""
         event = self.order.accept(response)
         self._again.succeeded()
@@ -192,8 +203,11 @@ class Line:
         can_resume = self.order.has_begun and is_connection_loss(error)
         delay_s = self._again.next_delay_s() if can_resume else None
         if delay_s is None:
-            raise from_rpc_error(error) from error
+            raise self._explained(from_rpc_error(error)) from error
         return delay_s
+
+    def _explained(self, error: GenerationError) -> GenerationError:
+        return error if self._asked is None else self._asked.explain(error, self.order.has_begun)
 
     def reopen(self) -> None:
         """Asks for what has yet to come."""

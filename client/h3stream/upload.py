@@ -1,0 +1,143 @@
+"""What a refinement is asked for with: a header, and the bytes of a latents file where the clip is no job's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+from h3stream.codec import refine_spec_to_proto
+from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, NotReadyError
+from h3stream.fields import MAX_PROMPT_BYTES, invalid_request, text_violations
+from h3stream.refine import RefineSpec
+from h3stream.v1 import video_pb2
+
+PIECE_BYTES = 512 * 1024
+"""Bytes of the file in one message, whose limit is 1 MiB."""
+
+
+@runtime_checkable
+class HasJobId(Protocol):
+    """A job, or what follows one."""
+
+    @property
+    def job_id(self) -> str:
+        """The job."""
+
+
+Source = str | HasJobId | os.PathLike[str]
+"""A clip to refine: a job's id, a job or a generation, or the path of a `latents.safetensors`."""
+
+
+class RefineCall:
+    """The messages that ask for a refinement, and what went wrong in making them.
+
+    A file that turns out to be another than the one announced ends them early; the server then refuses what has come,
+    and `error` says why.
+    """
+
+    def __init__(self, source: Source, prompt: str, spec: RefineSpec, cancel_on_disconnect: bool) -> None:
+        """Raises InvalidRequestError for a source that is none, and for a file that cannot be read."""
+        self.error: GenerationError | None = None
+        """Why the messages ended early."""
+        self.num_bytes_sent = 0
+        """Bytes of the file that have been handed over."""
+        self._header = video_pb2.RefineHeader(
+            spec=refine_spec_to_proto(spec), cancel_on_disconnect=cancel_on_disconnect
+        )
+        self._file: BinaryIO | None = None
+        if isinstance(source, os.PathLike):
+            self._announce(os.fspath(source), prompt)
+        else:
+            self._header.job_id = _job_id(source, prompt)
+
+    def __iter__(self) -> Iterator[video_pb2.RefineAudioRequest]:
+        """The messages, once: the file is read twice, first for its checksum, in pieces."""
+        if self._file is None:
+            yield video_pb2.RefineAudioRequest(header=self._header)
+            return
+        with self._file as file:
+            try:
+                self._header.upload.sha256 = self._sha256(file)
+                yield video_pb2.RefineAudioRequest(header=self._header)
+                sent = hashlib.sha256()
+                for piece in self._pieces(file):
+                    sent.update(piece)
+                    yield video_pb2.RefineAudioRequest(data=piece)
+                    self.num_bytes_sent += len(piece)
+                if sent.hexdigest() != self._header.upload.sha256:
+                    raise self._invalid("has changed while it was read; try again once nobody writes it")
+            except InvalidRequestError as error:
+                self.error = error
+            except OSError as error:
+                self.error = self._invalid(f"cannot be read: {error.strerror}")
+
+    def explain(self, error: GenerationError, has_job: bool) -> GenerationError:
+        """The error to raise where the call has failed with one."""
+        if self.error is not None:
+            return self.error
+        if self._file is None or has_job or not isinstance(error, NotReadyError):
+            return error
+        size = self._header.upload.size_bytes
+        told = f"the upload broke off after {self.num_bytes_sent} of {size} bytes, before there was a job"
+        return type(error)(f"{told}: {error.message}; nothing of it is kept: start again")
+
+    def _announce(self, path: str, prompt: str) -> None:
+        self._path = path
+        violations = text_violations("prompt", prompt, MAX_PROMPT_BYTES)
+        if prompt == "":
+            rule = "it must be the prompt that the latents were made with"
+            violations = [FieldViolation("prompt", f"prompt is missing; {rule}")]
+        if violations:
+            raise invalid_request(violations)
+        try:
+            status = os.stat(path)  # before it is opened: opening a pipe waits for its writer
+            if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+                what = "is empty" if stat.S_ISREG(status.st_mode) else "is no regular file"
+                raise self._invalid(f"{what}; it must be a latents.safetensors as jobs leave it")
+            self._file = open(path, "rb")  # noqa: SIM115 - whoever iterates closes it
+        except OSError as error:
+            raise self._invalid(f"cannot be read: {error.strerror}") from error
+        self._header.upload.prompt = prompt
+        self._header.upload.size_bytes = status.st_size
+
+    def _sha256(self, file: BinaryIO) -> str:
+        digest = hashlib.sha256()
+        for piece in self._pieces(file):
+            digest.update(piece)
+        file.seek(0)
+        return digest.hexdigest()
+
+    def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
+        """The file in pieces, as long as it was when it was opened."""
+        left = self._header.upload.size_bytes
+        while left:
+            piece = file.read(min(left, PIECE_BYTES))
+            if not piece:
+                size = self._header.upload.size_bytes
+                raise self._invalid(f"has become shorter while it was read: {size - left} bytes are left of {size}")
+            left -= len(piece)
+            yield piece
+
+    def _invalid(self, what: str) -> InvalidRequestError:
+        return invalid_request([FieldViolation("source", f"source {self._path} {what}")])
+
+
+def _job_id(source: Any, prompt: object) -> str:
+    job_id = source.job_id if isinstance(source, HasJobId) else source
+    if not isinstance(job_id, str):
+        rule = "it must be the id of a job, a Job, a generation, or the Path of a latents.safetensors"
+        raise invalid_request([FieldViolation("source", f"source is {source!r:.80}; {rule}")])
+    if job_id.endswith(".safetensors"):
+        rule = "a string is the id of a job; for a file give a pathlib.Path"
+        raise invalid_request([FieldViolation("source", f"source is {job_id[:80]!r}; {rule}")])
+    if violations := text_violations("source", job_id, MAX_PROMPT_BYTES):
+        raise invalid_request(violations)
+    if not job_id:
+        raise invalid_request([FieldViolation("source", "source has no job yet; it must be one that has ended")])
+    if prompt != "":
+        rule = "the prompt of a job's clip is known; leave it out"
+        raise invalid_request([FieldViolation("prompt", f"prompt is {prompt!r:.80}; {rule}")])
+    return job_id
