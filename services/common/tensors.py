@@ -6,7 +6,7 @@ They are split to stay under the message limit and checked against the expected 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,14 @@ class _Incoming:
 class TensorAssembler:
     """Collects the parts of the tensors of one call and refuses whatever was not expected."""
 
-    def __init__(self, expected: Mapping[str, tuple[tuple[torch.dtype, ...], ExpectedShape]]) -> None:
-        """expected: for each name the dtypes allowed and the shape."""
+    def __init__(
+        self,
+        expected: Mapping[str, tuple[tuple[torch.dtype, ...], ExpectedShape]],
+        optional: Collection[str] = (),
+    ) -> None:
+        """expected: for each name the dtypes allowed and the shape.  optional: names of those that may be missing."""
         self._expected = expected
+        self._optional = optional
         self._incoming: dict[str, _Incoming] = {}
 
     def add(self, part: types_pb2.TensorPart) -> None:
@@ -80,6 +85,8 @@ class TensorAssembler:
         """All tensors by name, on the host. Raises InvalidRequestError if one is missing or incomplete."""
         for name in self._expected:
             if name not in self._incoming:
+                if name in self._optional:
+                    continue
                 raise InvalidRequestError(f"tensor {name!r} is missing")
             incoming = self._incoming[name]
             if len(incoming.data) != incoming.num_bytes:

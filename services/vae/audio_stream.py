@@ -21,6 +21,22 @@ LOUDNESS_FACTOR = 5.0
 """The waveform is divided by this many standard deviations where that exceeds 1 (RAVEN's final normalisation)."""
 
 
+@dataclass(frozen=True)
+class SoundReport:
+    """Measurements of the whole soundtrack before any normalisation."""
+
+    std: float
+    """Standard deviation over channels and samples."""
+    peak: float
+    """Largest magnitude."""
+    dc_offset: float
+    """Mean of all samples."""
+    num_clipped_samples: int
+    """Samples at full scale."""
+    normalisation_divisor: float
+    """What the normalised file divides the waveform by."""
+
+
 @dataclass
 class SoundStatistics:
     """Running measurements of a waveform, in float64."""
@@ -58,9 +74,24 @@ class SoundStatistics:
         return math.sqrt(max(centred, 0.0) / (self.count - 1))
 
     @property
+    def rms(self) -> float:
+        """Root of the mean square of all samples."""
+        return math.sqrt(self.total_squares / self.count)
+
+    @property
     def divisor(self) -> float:
         """What the finished waveform is divided by: max(1, 5 std)."""
         return max(1.0, LOUDNESS_FACTOR * self.std)
+
+    def report(self) -> SoundReport:
+        """What was measured so far."""
+        return SoundReport(
+            std=self.std,
+            peak=self.peak,
+            dc_offset=self.mean,
+            num_clipped_samples=self.num_clipped,
+            normalisation_divisor=self.divisor,
+        )
 
 
 class AudioStream:

@@ -7,14 +7,14 @@ are allowed is left to `worker.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.artifacts import FINAL, FRAMES, LATENTS, SOUND, STREAM
+from core.artifacts import FINAL, FRAMES, LATENTS, REFINED, REFINED_LATENTS, REFINED_SOUND, SOUND, STREAM
 from core.clock import decoded_frames, muxable_frames
 from core.geometry import Chunk, num_audio_latents
 from h3stream.errors import DeviceMemoryError, MuxError
@@ -26,28 +26,15 @@ from services.vae.artifacts.final_file import FinalFile
 from services.vae.artifacts.latents_file import LatentsFile
 from services.vae.artifacts.lossless import FramesFile, SoundFile
 from services.vae.artifacts.stream_file import StreamFile
-from services.vae.audio_stream import AudioStream
+from services.vae.audio_stream import AudioStream, SoundReport
 from services.vae.media.muxer import MediaFragment
 from services.vae.media_lane import MediaLane
 from services.vae.output import to_array, to_pcm, to_rgb8
 from services.vae.video_stream import VideoStream
 from services.vae.weights import VaeModels
 
-
-@dataclass(frozen=True)
-class SoundReport:
-    """Measurements of the whole soundtrack before any normalisation."""
-
-    std: float
-    """Standard deviation over channels and samples."""
-    peak: float
-    """Largest magnitude."""
-    dc_offset: float
-    """Mean of all samples."""
-    num_clipped_samples: int
-    """Samples at full scale."""
-    normalisation_divisor: float
-    """What `final.mp4` divides the waveform by."""
+_OF_THE_STREAM = (STREAM, FINAL, REFINED)
+"""Artifacts that hold the stream's pictures."""
 
 
 class ClipDecoder:
@@ -75,17 +62,18 @@ class ClipDecoder:
         self.stream_failure = ""
         """Why the media stream ended before the clip; empty while it has not."""
         makers: dict[str, Maker] = {
-            FRAMES: lambda directory: FramesFile(directory, clip.width, clip.height),
-            SOUND: SoundFile,
-            LATENTS: lambda directory: LatentsFile(directory, clip),
+            FRAMES: partial(FramesFile, width=clip.width, height=clip.height),
+            **{name: partial(SoundFile, name=name) for name in (SOUND, REFINED_SOUND)},
+            **{name: partial(LatentsFile, clip=clip, name=name) for name in (LATENTS, REFINED_LATENTS)},
         }
         self._lane: MediaLane | None = None
         try:
             self._lane = lane = MediaLane(clip, video_bit_rate, video_encoder)
-            makers |= {STREAM: StreamFile, FINAL: lambda directory: FinalFile(directory, lane.video_track)}
+            makers[STREAM] = StreamFile
+            makers |= {name: partial(FinalFile, video=lane.video_track, name=name) for name in (FINAL, REFINED)}
         except MuxError as error:
             self.stream_failure = error.message
-            makers |= dict.fromkeys((STREAM, FINAL), _without_stream(error.message))
+            makers |= dict.fromkeys(_OF_THE_STREAM, _without_stream(error.message))
         self.start = None if self._lane is None else self._lane.start
         """The start of the stream; None if there is no stream."""
         self._artifacts = ArtifactSet(
@@ -137,14 +125,7 @@ class ClipDecoder:
 
     def sound_report(self) -> SoundReport:
         """What was measured on the soundtrack."""
-        measured = self._audio.statistics
-        return SoundReport(
-            std=measured.std,
-            peak=measured.peak,
-            dc_offset=measured.mean,
-            num_clipped_samples=measured.num_clipped,
-            normalisation_divisor=measured.divisor,
-        )
+        return self._audio.statistics.report()
 
     def close(self) -> None:
         """Removes artifacts that are not complete."""
@@ -171,7 +152,7 @@ class ClipDecoder:
         except MuxError as error:
             self._lane = None
             self.stream_failure = error.message
-            for name in (STREAM, FINAL):
+            for name in _OF_THE_STREAM:
                 self._artifacts.give_up(name, _no_stream(error.message))
             return
         for fragment in made:

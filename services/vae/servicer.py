@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.tensors import TensorAssembler
 from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
+from services.vae.artifacts.artifact_set import ArtifactFailure
+from services.vae.artifacts.base import ArtifactFile
 from services.vae.config import VaeConfig
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media_lane import StreamStart
-from services.vae.worker import Media, VaeWorker
+from services.vae.refined import DecodedSound, RefinedSound
+from services.vae.worker import Media, VaeWorker, sound_shape
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
         self, request: workers_pb2.VaeServiceOpenSessionRequest, context: Any
     ) -> workers_pb2.VaeServiceOpenSessionResponse:
         clip = clip_spec_from_proto(request.clip)
-        directory = Path(request.artifact_directory) if request.artifact_directory else None
+        directory = _path(request.artifact_directory)
         names = tuple(request.artifacts)
         await self._runner.run(lambda _: self._worker.open_session(request.session_id, clip, directory, names))
         return workers_pb2.VaeServiceOpenSessionResponse()
@@ -46,44 +49,54 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
     async def DecodeChunk(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DecodeChunkResponse]:
-        session_id, chunk_index, latents = await self._receive(request_iterator)
+        def expected(header: workers_pb2.DecodeChunkHeader) -> TensorAssembler:
+            video_shape, audio_shape = self._worker.latent_shapes(header.session_id, header.chunk_index)
+            return TensorAssembler({"video": ((torch.float32,), video_shape), "audio": ((torch.float32,), audio_shape)})
+
+        header, latents = await _receive("DecodeChunk", request_iterator, expected)
 
         def decode(emit: Callable[[Media], None], cancelled: Cancelled) -> None:
             video, audio = latents["video"], latents["audio"]
-            self._worker.decode_chunk(session_id, chunk_index, video, audio, emit, cancelled)
+            self._worker.decode_chunk(header.session_id, header.chunk_index, video, audio, emit, cancelled)
 
         async for media in self._runner.stream(decode):
-            yield _to_response(media)
+            yield workers_pb2.DecodeChunkResponse(**_payload(media))
 
-    async def _receive(
-        self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest]
-    ) -> tuple[str, int, dict[str, torch.Tensor]]:
-        """Session, chunk index and latents of a DecodeChunk call."""
-        header: workers_pb2.DecodeChunkHeader | None = None
-        assembler: TensorAssembler | None = None
-        async for request in request_iterator:
-            if assembler is None:
-                if request.WhichOneof("payload") != "header":
-                    raise InvalidRequestError("the first message of DecodeChunk must be a header")
-                header = request.header
-                video_shape, audio_shape = self._worker.latent_shapes(header.session_id, header.chunk_index)
-                assembler = TensorAssembler(
-                    {"video": ((torch.float32,), video_shape), "audio": ((torch.float32,), audio_shape)}
-                )
-            elif request.WhichOneof("payload") == "tensor":
-                assembler.add(request.tensor)
+    async def DecodeAudio(
+        self, request_iterator: AsyncIterator[workers_pb2.DecodeAudioRequest], context: Any
+    ) -> AsyncIterator[workers_pb2.DecodeAudioResponse]:
+        def expected(header: workers_pb2.DecodeAudioHeader) -> TensorAssembler:
+            shape = sound_shape(clip_spec_from_proto(header.clip))
+            names = "audio", "audio_before", "exact_audio"
+            return TensorAssembler(dict.fromkeys(names, ((torch.float32,), shape)), optional=("exact_audio",))
+
+        header, latents = await _receive("DecodeAudio", request_iterator, expected)
+        order = RefinedSound(
+            clip=clip_spec_from_proto(header.clip),
+            artifact_directory=_path(header.artifact_directory),
+            artifacts=frozenset(header.artifacts),
+            video_file=_path(header.video_file),
+            latents_file=_path(header.latents_file),
+            audio=latents["audio"],
+            audio_before=latents["audio_before"],
+            exact_audio=latents.get("exact_audio"),
+        )
+
+        def decode(emit: Callable[[Media | DecodedSound], None], cancelled: Cancelled) -> None:
+            emit(self._worker.decode_audio(order, emit, cancelled))
+
+        async for made in self._runner.stream(decode):
+            if isinstance(made, DecodedSound):
+                yield workers_pb2.DecodeAudioResponse(finished=_to_finished(made))
             else:
-                raise InvalidRequestError("every message of DecodeChunk but the first must be a tensor part")
-        if header is None or assembler is None:
-            raise InvalidRequestError('DecodeChunk needs a header and the parts of "video" and "audio"')
-        return header.session_id, header.chunk_index, assembler.finish()
+                yield workers_pb2.DecodeAudioResponse(**_payload(made))
 
     async def Finish(self, request: workers_pb2.FinishRequest, context: Any) -> workers_pb2.FinishResponse:
         finished = await self._runner.run(lambda _: self._worker.finish(request.session_id))
         return workers_pb2.FinishResponse(
-            artifacts=[types_pb2.Artifact(**asdict(file), relative_path=file.name) for file in finished.artifacts],
+            artifacts=_to_artifacts(finished.artifacts),
             audio_health=types_pb2.AudioHealth(**asdict(finished.sound)),
-            failures=[workers_pb2.ArtifactFailure(**asdict(failure)) for failure in finished.failures],
+            failures=_to_failures(finished.failures),
             stream_failure=finished.stream_failure,
         )
 
@@ -125,20 +138,57 @@ def _try_encoders(config: VaeConfig) -> None:
         log.info("pictures are encoded by %s", name)
 
 
-def _to_response(media: Media) -> workers_pb2.DecodeChunkResponse:
+async def _receive(
+    call: str, request_iterator: AsyncIterator[Any], expected: Callable[[Any], TensorAssembler]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Header and tensors of a call whose first message is a header and whose others are tensor parts.
+
+    expected: what the tensors must be, by the header.
+    """
+    header: Any = None
+    assembler: TensorAssembler | None = None
+    async for request in request_iterator:
+        if assembler is None:
+            if request.WhichOneof("payload") != "header":
+                raise InvalidRequestError(f"the first message of {call} must be a header")
+            header = request.header
+            assembler = expected(header)
+        elif request.WhichOneof("payload") == "tensor":
+            assembler.add(request.tensor)
+        else:
+            raise InvalidRequestError(f"every message of {call} but the first must be a tensor part")
+    if assembler is None:
+        raise InvalidRequestError(f"{call} needs a header and the parts of its tensors")
+    return header, assembler.finish()
+
+
+def _path(path: str) -> Path | None:
+    return Path(path) if path else None
+
+
+def _payload(media: Media) -> dict[str, Any]:
+    """The payload of a response, by the name of its field."""
     if isinstance(media, StreamStart):
-        return workers_pb2.DecodeChunkResponse(init_segment=types_pb2.InitSegment(**asdict(media)))
-    made = media.media
-    return workers_pb2.DecodeChunkResponse(
-        fragment=types_pb2.Fragment(
-            data=made.data,
-            fragment_index=made.fragment_index,
-            chunk_index=media.chunk_index,
-            start_ticks=made.start_ticks,
-            duration_ticks=made.duration_ticks,
-            first_frame=made.first_frame,
-            num_frames=made.num_frames,
-            num_samples_total=made.num_samples_total,
-            is_keyframe=made.is_keyframe,
-        )
+        return {"init_segment": types_pb2.InitSegment(**asdict(media))}
+    return {"fragment": types_pb2.Fragment(**asdict(media.media), chunk_index=media.chunk_index)}
+
+
+def _to_artifacts(files: Iterable[ArtifactFile]) -> list[types_pb2.Artifact]:
+    return [types_pb2.Artifact(**asdict(file), relative_path=file.name) for file in files]
+
+
+def _to_failures(failures: Iterable[ArtifactFailure]) -> list[workers_pb2.ArtifactFailure]:
+    return [workers_pb2.ArtifactFailure(**asdict(failure)) for failure in failures]
+
+
+def _to_finished(made: DecodedSound) -> workers_pb2.DecodeAudioFinished:
+    exact = made.against_exact
+    return workers_pb2.DecodeAudioFinished(
+        artifacts=_to_artifacts(made.artifacts),
+        failures=_to_failures(made.failures),
+        stream_failure=made.stream_failure,
+        audio_health=types_pb2.AudioHealth(**asdict(made.sound)),
+        audio_health_before=types_pb2.AudioHealth(**asdict(made.sound_before)),
+        change=types_pb2.AudioDistance(**asdict(made.change)),
+        against_exact=None if exact is None else types_pb2.AudioDistance(**asdict(exact)),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from core.artifacts import WORKER_ARTIFACTS
+from core.artifacts import REFINED, REFINED_ARTIFACTS, REFINED_LATENTS, WORKER_ARTIFACTS
 from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
@@ -16,6 +16,7 @@ from core.geometry import (
     Chunk,
     chunk_table,
     latent_size,
+    num_audio_latents,
 )
 from core.request import clip_violations
 from h3stream.errors import InvalidRequestError, UnsupportedError
@@ -26,11 +27,13 @@ from services.common.residency import DeviceWeights, resolve_device
 from services.common.verbs import Cancelled, VerbCancelled
 from services.vae.artifacts.artifact_set import ArtifactFailure
 from services.vae.artifacts.base import ArtifactFile
-from services.vae.clip import ClipDecoder, SoundReport
+from services.vae.audio_stream import SoundReport
+from services.vae.clip import ClipDecoder
 from services.vae.config import VaeConfig
 from services.vae.media.muxer import MediaFragment
 from services.vae.media_lane import StreamStart
 from services.vae.preview_map import find_preview_map
+from services.vae.refined import DecodedSound, RefinedDecoder, RefinedSound
 from services.vae.weights import load_models
 
 
@@ -39,13 +42,13 @@ class ChunkFragment:
     """A fragment and the chunk whose latents completed it."""
 
     chunk_index: int
-    """From 0."""
+    """From 0; -1 where sound alone is decoded."""
     media: MediaFragment
     """The fragment."""
 
 
 Media = StreamStart | ChunkFragment
-"""What decoding a chunk gives: the start of the stream once, then fragments."""
+"""What decoding gives: the start of the stream once, then fragments."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ class VaeWorker:
     ) -> None:
         """Starts a clip; needs no phase. Opening it again with the same arguments changes nothing.
 
-        artifacts: names of those to write; others than the worker's own are passed over.
+        artifacts: names of those to write; others than the worker's own are passed over. Those of a refined clip are
+        made as those of a clip are.
         Raises InvalidRequestError for a clip that cannot be or a session that is open with another one. Encoders and
         artifacts that cannot be opened are told by `finish`.
         """
@@ -242,11 +246,54 @@ class VaeWorker:
         session.decoder.close()
         return True
 
+    def decode_audio(self, order: RefinedSound, emit: Callable[[Media], None], cancelled: Cancelled) -> DecodedSound:
+        """Decodes a refined sound at once: emits a stream without pictures, its start first, then completes the
+        artifacts and returns what was made and measured. Needs no session; a repetition does it all again.
+
+        Raises InvalidRequestError for an order that cannot be, UnsupportedError out of phase, and what
+        `RefinedDecoder.decode` raises; then no artifact of this call remains.
+        """
+        _check_order(order)
+        self.weights.require()
+        decoder = RefinedDecoder(self._models, self.weights.device, order)
+        try:
+            if decoder.start is not None:
+                emit(decoder.start)
+            return decoder.decode(lambda fragment: emit(ChunkFragment(-1, fragment)), cancelled)
+        finally:
+            decoder.close()
+
     def _session(self, session_id: str) -> VaeSession:
         try:
             return self._sessions[session_id]
         except KeyError:
             raise UnsupportedError(f"session {session_id!r} is not open") from None
+
+
+def sound_shape(clip: ClipSpec) -> tuple[int, ...]:
+    """Shape of the audio latents of a whole clip, `[1, 32, 2, A]`. Raises InvalidRequestError if it cannot be."""
+    refuse(clip_violations(clip))
+    return 1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(clip.num_frames)
+
+
+def _check_order(order: RefinedSound) -> None:
+    expected = sound_shape(order.clip)
+    for name in sorted(order.artifacts - REFINED_ARTIFACTS.keys()):
+        raise InvalidRequestError(f"{name!r} is no artifact of a refined sound: {', '.join(REFINED_ARTIFACTS)} are")
+    for name, needed, path in (
+        (REFINED, "video_file", order.video_file),
+        (REFINED_LATENTS, "latents_file", order.latents_file),
+    ):
+        if name in order.artifacts and path is None:
+            raise InvalidRequestError(f"{needed} is empty; {name} needs it")
+    sounds = {"audio": order.audio, "audio_before": order.audio_before, "exact_audio": order.exact_audio}
+    for name, latents in sounds.items():
+        if latents is None:
+            continue
+        if tuple(latents.shape) != expected:
+            raise InvalidRequestError(f"{name} has the shape {tuple(latents.shape)}, expected {expected}")
+        if not torch.isfinite(latents).all():
+            raise InvalidRequestError(f"{name} holds values that are not finite numbers")
 
 
 def _video_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "orchestrator": {"core", "h3stream", "services", "orchestrator", "grpc", "google", "ray"},
     "services": {
         *("core", "h3stream", "services", "grpc", "grpc_health", "grpc_reflection", "google"),
-        *("torch", "numpy", "av", "diffusers", "transformers", "tokenizers", "safetensors"),
+        *("torch", "numpy", "av", "diffusers", "transformers", "tokenizers", "safetensors", "PIL"),
     },
     "web": {"h3stream", "services", "web", "grpc", "starlette", "uvicorn"},
 }
@@ -42,6 +42,7 @@ STOPS_AT = {
         "web/upstream.py",
     ),
     "av": ("services/vae/media/*", "services/vae/artifacts/*", "services/dit/preview.py"),
+    "PIL": ("services/vae/artifacts/*",),
     "torch": ("services/*", "tools/*"),
     "diffusers": ("services/*", "tools/*"),
     "transformers": ("services/text_encoder/*", "tools/*"),

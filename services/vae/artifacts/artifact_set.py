@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class ArtifactSet:
         """directory: None writes nothing.  makers: by the names of the artifacts wanted."""
         self.failures: list[ArtifactFailure] = []
         """What has been given up, in order."""
+        self._directory = directory
         self._open: dict[str, Artifact] = {}
         for name, make in makers.items() if directory is not None else ():
             assert directory is not None
@@ -43,6 +44,10 @@ class ArtifactSet:
                 for path in directory.glob(f".{name}.*"):  # what it had opened by then
                     path.unlink()
                 self.failures.append(ArtifactFailure(name, error.message))
+
+    def wants(self, name: str) -> bool:
+        """Whether an artifact of that name is in the making."""
+        return name in self._open
 
     def add_media(self, data: bytes) -> None:
         """Takes the init segment or the next fragment."""
@@ -64,6 +69,10 @@ class ArtifactSet:
         """Takes the next latents, `[1, 24, t, H, W]` and `[1, 32, 2, a]`."""
         self._each(lambda artifact: artifact.add_latents(video, audio))
 
+    def add_spectrogram(self, title: str, levels: npt.NDArray[np.float32]) -> None:
+        """Takes a whole sound's spectrogram, dB `[frames, bands]`."""
+        self._each(lambda artifact: artifact.add_spectrogram(title, levels))
+
     def give_up(self, name: str, message: str) -> None:
         """Discards an artifact that can no longer be completed; changes nothing if there is none of that name."""
         if (artifact := self._open.pop(name, None)) is not None:
@@ -76,6 +85,12 @@ class ArtifactSet:
         self._each(lambda artifact: files.append(artifact.finish(divisor)))
         self._open.clear()
         return files
+
+    def remove(self, files: Iterable[ArtifactFile]) -> None:
+        """Takes complete files back, for a caller that nobody waits for any more."""
+        for file in files:
+            assert self._directory is not None
+            (self._directory / file.name).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Removes what is not complete."""

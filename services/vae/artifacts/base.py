@@ -14,11 +14,13 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from core.artifacts import WORKER_ARTIFACTS
+from core.artifacts import REFINED_ARTIFACTS, WORKER_ARTIFACTS
 from h3stream.errors import PhaseError
 from services.vae.media.boxes import Packet
 
 log = logging.getLogger(__name__)
+
+_MEDIA_TYPES = WORKER_ARTIFACTS | REFINED_ARTIFACTS
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class Artifact:
     def add_latents(self, video: npt.NDArray[np.float32], audio: npt.NDArray[np.float32]) -> None:
         """Takes the next latents, `[1, 24, t, H, W]` and `[1, 32, 2, a]`."""
 
+    def add_spectrogram(self, title: str, levels: npt.NDArray[np.float32]) -> None:
+        """Takes a whole sound's spectrogram: dB `[frames, bands]`, as `services/vae/spectrogram.py` makes it."""
+
     def finish(self, divisor: float) -> ArtifactFile:
         """Completes the file and gives it its name.
 
@@ -78,7 +83,7 @@ class Artifact:
             # The name appears only now, with everything behind it.
             os.replace(self._part, self._directory / self.name)
         self.discard()
-        return ArtifactFile(self.name, WORKER_ARTIFACTS[self.name], size, digest.hexdigest())
+        return ArtifactFile(self.name, _MEDIA_TYPES[self.name], size, digest.hexdigest())
 
     def discard(self) -> None:
         """Removes whatever is not complete. A complete file stays. May be called again."""

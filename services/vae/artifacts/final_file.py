@@ -26,27 +26,27 @@ _PCM_BLOCK_SAMPLES = 32_000
 
 
 class FinalFile(Artifact):
-    """`final.mp4` of one clip, in the making."""
+    """`final.mp4` of one clip, or `refined.mp4`, in the making."""
 
-    def __init__(self, directory: Path, video: VideoTrack) -> None:
+    def __init__(self, directory: Path, video: VideoTrack, name: str = FINAL) -> None:
         """Opens the spools."""
-        super().__init__(directory, FINAL)
+        super().__init__(directory, name)
         self._track = video
         self._video_index = PacketIndex()
         self._open_files: list[BinaryIO] = []
-        self._spools = [directory / f".{FINAL}.{kind}" for kind in ("video", "pcm", "audio")]
-        with disk_errors(FINAL):
+        self._spools = [directory / f".{name}.{kind}" for kind in ("video", "pcm", "audio")]
+        with disk_errors(self.name):
             self._video, self._pcm, self._audio = map(self._open, self._spools)
 
     def add_packet(self, packet: Packet) -> None:
         """Spools the next picture."""
-        with disk_errors(FINAL):
+        with disk_errors(self.name):
             self._video.write(packet.data)
         self._video_index.add(packet)
 
     def add_sound(self, pcm: npt.NDArray[np.float32]) -> None:
         """Spools the next samples."""
-        with disk_errors(FINAL):
+        with disk_errors(self.name):
             self._pcm.write(np.ascontiguousarray(pcm.T).tobytes())
 
     def discard(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from core.artifacts import LATENTS
+from core.artifacts import LATENTS, REFINED_LATENTS
 from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
@@ -33,36 +33,28 @@ _FLOAT_BYTES = 4
 
 
 class LatentsFile(Artifact):
-    """`latents.safetensors` of one clip, in the making."""
+    """`latents.safetensors` of one clip, or `refined-latents.safetensors`, which says so, in the making."""
 
-    def __init__(self, directory: Path, clip: ClipSpec) -> None:
-        """Opens the file and writes its header."""
-        super().__init__(directory, LATENTS)
+    def __init__(
+        self, directory: Path, clip: ClipSpec, name: str = LATENTS, about: dict[str, str] | None = None
+    ) -> None:
+        """Opens the file and writes its header.  about: metadata of the file it derives from; None: the clip's own."""
+        super().__init__(directory, name)
         self._num_video, self._num_audio = num_video_latents(clip.num_frames), num_audio_latents(clip.num_frames)
-        size = latent_size(clip.height), latent_size(clip.width)
-        shapes = {
-            "video": (1, VIDEO_LATENT_CHANNELS, self._num_video, *size),
-            "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, self._num_audio),
-        }
-        about = {
-            "format": FORMAT,
-            "num_frames": str(clip.num_frames),
-            "width": str(clip.width),
-            "height": str(clip.height),
-            "seed": str(clip.seed),
-        }
-        header = _header(shapes, about)
+        shapes = latent_shapes(clip)
+        about = _describe(clip) if about is None else about
+        header = _header(shapes, about | ({"refined": "true"} if name == REFINED_LATENTS else {}))
         self._video_start = len(header)
         self._audio_start = self._video_start + int(np.prod(shapes["video"])) * _FLOAT_BYTES
         self._video_done = self._audio_done = 0
         self._fd = -1
-        with disk_errors(LATENTS):
+        with disk_errors(name):
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._write(header, 0)
 
     def add_latents(self, video: npt.NDArray[np.float32], audio: npt.NDArray[np.float32]) -> None:
         """Writes the next latents to their places: a run in every channel's row of time."""
-        with disk_errors(LATENTS):
+        with disk_errors(self.name):
             self._write_runs(video[0], self._video_start, self._video_done, self._num_video)
             self._write_runs(audio[0].reshape(-1, audio.shape[3]), self._audio_start, self._audio_done, self._num_audio)
         self._video_done += video.shape[2]
@@ -89,6 +81,25 @@ class LatentsFile(Artifact):
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def latent_shapes(clip: ClipSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of a clip's latents by their names in the file."""
+    size = latent_size(clip.height), latent_size(clip.width)
+    return {
+        "video": (1, VIDEO_LATENT_CHANNELS, num_video_latents(clip.num_frames), *size),
+        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(clip.num_frames)),
+    }
+
+
+def _describe(clip: ClipSpec) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "num_frames": str(clip.num_frames),
+        "width": str(clip.width),
+        "height": str(clip.height),
+        "seed": str(clip.seed),
+    }
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, str]) -> bytes:

@@ -74,16 +74,16 @@ class FramesFile(_Track):
 
 
 class SoundFile(_Track):
-    """`audio.flac` of one clip: 24 bits, as decoded, without the normalisation of `final.mp4`.
+    """`audio.flac` of one clip, or `refined.flac`: 24 bits, as decoded, without the normalisation of `final.mp4`.
 
     A sample x becomes the nearest multiple of 2^-23 (ties to the even one), held to [-1, 1 - 2^-23].
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = SOUND) -> None:
         """Opens the file and its encoder."""
-        super().__init__(directory, SOUND, "flac")
+        super().__init__(directory, name, "flac")
         self._num_samples = 0
-        with disk_errors(SOUND):
+        with disk_errors(name):
             options = {"bits_per_raw_sample": "24"}
             self._track: Any = self._container.add_stream("flac", rate=SAMPLE_RATE, options=options)
             self._track.codec_context.layout, self._track.codec_context.format = "stereo", "s32"

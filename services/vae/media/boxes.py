@@ -1,8 +1,8 @@
 """ISO base media (MP4) boxes: packets in, bytes out.
 
 Two shapes of file are written with the same track description: a stream (`init_segment`, then `fragment`s) and a whole
-file (`file_header`, then the media). Only what one H.264 and one AAC track need. Times are exact integers: the movie
-and the video track count 96000 ticks a second, the audio track counts samples.
+file (`file_header`, then the media). Only what one H.264 and one AAC track need, or in a stream the AAC track alone.
+Times are exact integers: the movie and the video track count 96000 ticks a second, the audio track counts samples.
 Source: ISO/IEC 14496-12 (boxes), 14496-14 (mp4a, esds), 14496-15 (avc1, avcC).
 """
 
@@ -117,21 +117,21 @@ _EMPTY_TABLE = SampleTable(sizes=(), durations=(), sync_samples=None, chunk_offs
 
 def init_segment(video: VideoTrack, audio: AudioTrack) -> bytes:
     """`ftyp` and `moov` of a stream: both tracks, no packets; `mehd` states how long the whole clip will be."""
-    mvex = _box(
-        "mvex",
-        _full_box("mehd", 0, 0, struct.pack(">I", _movie_duration(video, audio))),
-        # No defaults: every run states durations, sizes and flags of its packets.
-        *(_full_box("trex", 0, 0, struct.pack(">5I", track, 1, 0, 0, 0)) for track in (VIDEO_TRACK_ID, AUDIO_TRACK_ID)),
-    )
     moov = _box(
         "moov",
         # Durations here count what `moov` itself holds: nothing.
         _mvhd(0),
         _video_trak(video, 0, _EMPTY_TABLE),
         _audio_trak(audio, 0, 0, _EMPTY_TABLE),
-        mvex,
+        _mvex(_movie_duration(video, audio), VIDEO_TRACK_ID, AUDIO_TRACK_ID),
     )
     return _ftyp("iso6", "iso6", "mp41", "avc1") + moov
+
+
+def sound_init_segment(audio: AudioTrack) -> bytes:
+    """`ftyp` and `moov` of a stream without pictures."""
+    moov = _box("moov", _mvhd(0), _audio_trak(audio, 0, 0, _EMPTY_TABLE), _mvex(audio.duration_ticks, AUDIO_TRACK_ID))
+    return _ftyp("iso6", "iso6", "mp41") + moov
 
 
 def fragment(sequence_number: int, runs: Sequence[Run]) -> bytes:
@@ -176,6 +176,15 @@ def _ftyp(major: str, *compatible: str) -> bytes:
 
 def _movie_duration(video: VideoTrack, audio: AudioTrack) -> int:
     return max(video.duration_ticks, audio.duration_ticks)
+
+
+def _mvex(duration: int, *track_ids: int) -> bytes:
+    return _box(
+        "mvex",
+        _full_box("mehd", 0, 0, struct.pack(">I", duration)),
+        # No defaults: every run states durations, sizes and flags of its packets.
+        *(_full_box("trex", 0, 0, struct.pack(">5I", track_id, 1, 0, 0, 0)) for track_id in track_ids),
+    )
 
 
 def _mvhd(duration: int) -> bytes:

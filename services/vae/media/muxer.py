@@ -42,22 +42,24 @@ class MediaFragment:
     """True samples per channel from the start of the stream to the end of this fragment."""
     is_keyframe: bool
     """Whether decoding can start here."""
-
-    @property
-    def start_ticks(self) -> int:
-        """Time of the first frame."""
-        return self.first_frame * TICKS_PER_FRAME
-
-    @property
-    def duration_ticks(self) -> int:
-        """Duration of the frames."""
-        return self.num_frames * TICKS_PER_FRAME
+    start_ticks: int
+    """Time of the first frame, or of the first true sample where there are no pictures."""
+    duration_ticks: int
+    """Duration of the frames, or of the true samples."""
 
 
 def mime_type(video: VideoTrack, audio: AudioTrack) -> str:
     """The media type with the codecs string, read from the decoder configurations (RFC 6381)."""
-    object_type = audio.decoder_configuration[0] >> 3
-    return f'video/mp4; codecs="avc1.{video.decoder_configuration[1:4].hex()},mp4a.40.{object_type}"'
+    return f'video/mp4; codecs="avc1.{video.decoder_configuration[1:4].hex()},{_sound_codec(audio)}"'
+
+
+def sound_mime_type(audio: AudioTrack) -> str:
+    """The media type of a stream without pictures."""
+    return f'audio/mp4; codecs="{_sound_codec(audio)}"'
+
+
+def _sound_codec(audio: AudioTrack) -> str:
+    return f"mp4a.40.{audio.decoder_configuration[0] >> 3}"
 
 
 def takes_sound(frame: int, media_time: int, priming_samples: int) -> bool:
@@ -137,6 +139,8 @@ class FragmentMuxer:
             num_frames=len(pictures),
             num_samples_total=max(0, self._audio_time - self._audio.priming_samples),
             is_keyframe=pictures[0].is_sync,
+            start_ticks=self._next_frame * TICKS_PER_FRAME,
+            duration_ticks=len(pictures) * TICKS_PER_FRAME,
         )
         self._next_frame += len(pictures)
         self._num_fragments += 1
