@@ -44,6 +44,7 @@ from h3stream.events import (
     RefinedAudio,
     RefinedFragment,
     RefinedInitSegment,
+    RefineFailed,
     RefineProgress,
     RefineStarted,
     StreamComplete,
@@ -253,6 +254,8 @@ class Script:
     """The event that is sent twice."""
     stop_at: int = -1
     """Where the stream ends as if all were well."""
+    refine_failure: str = ""
+    """Why the sound of a clip cannot be refined."""
     upload_limit: int = -1
     """Bytes of an upload after which its connection is lost."""
     cut_download: bool = False
@@ -336,7 +339,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         script = self.script
         extra = 0  # heartbeats that pushed the later events back
         try:
-            for event in events:
+            for event in _failing(events, script.refine_failure):
                 if event.seq == script.fail_at and script.fail_with is not None:
                     raise script.fail_with
                 if event.seq == script.stop_at:
@@ -371,7 +374,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
             case _:
                 start = request.from_seq
         joins = request.WhichOneof("start") in ("live", "from_chunk")
-        for event in events:
+        for event in _failing(events, self.script.refine_failure):
             if event.seq >= start or (joins and isinstance(event, Accepted | InitSegment)):
                 await self._lose(event, context)
                 yield video_pb2.AttachResponse(event=codec.event_to_proto(event))
@@ -502,6 +505,22 @@ async def serve_video(service: FakeVideoService, address: str = "127.0.0.1:0") -
         yield await server.start(address)
     finally:
         await server.stop(grace_s=0)
+
+
+def _failing(events: Iterator[Event] | list[Event], message: str) -> Iterator[Event]:
+    """The events, or those of a job whose sound cannot be refined."""
+    num_left_out = 0
+    for event in events:
+        if message and isinstance(event, RefineStarted):
+            yield RefineFailed(
+                seq=event.seq, job_id=event.job_id, media_time_ticks=event.media_time_ticks, reason="OUT_OF_MEMORY",
+                message=message,
+            )  # fmt: skip
+            num_left_out = -1
+        elif num_left_out < 0 and not isinstance(event, Completed):
+            num_left_out -= 1
+        else:
+            yield replace(event, seq=event.seq + min(0, num_left_out + 1))
 
 
 def _response(event: Event) -> video_pb2.GenerateResponse:

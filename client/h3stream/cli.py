@@ -18,9 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from h3stream.adapters import AdapterChoice
 from h3stream.aio import AsyncClient, AsyncGeneration
-from h3stream.delivery import STANDARD_OUTPUT, Ending, deliver
+from h3stream.delivery import STANDARD_OUTPUT, Ending, Outputs, deliver
 from h3stream.embedded import (
     MODEL_SETTINGS,
     EmbeddedServer,
@@ -30,19 +29,24 @@ from h3stream.embedded import (
     serve_command,
 )
 from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
+from h3stream.options import adapter_choice, add_refine_options, refine_spec
 from h3stream.progress import Tally
+from h3stream.refine import RefineSpec
 from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
 from h3stream.request import KV_STORAGES, SAMPLING_MODES, GenerateRequest, PreviewSpec
 from h3stream.still_files import StillFiles
 from h3stream.stream import RECONNECT_S
+from h3stream.upload import check_source
 
 Answer = TypeVar("Answer")
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 PREVIEW_SIDE = 256
+LATENTS_SUFFIX = ".safetensors"
 STATUS_OF_ENDING = {
     Ending.WHOLE: 0,
     Ending.NOT_WRITTEN: EXIT_FAILED,
+    Ending.NOT_REFINED: EXIT_FAILED,
     Ending.INTERRUPTED: EXIT_INTERRUPTED,
     Ending.READER_GONE: 141,
 }
@@ -78,17 +82,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(arguments: argparse.Namespace) -> int:
     """`h3stream generate`: makes a clip."""
     request = _request(arguments)
-    if not _can_write(arguments.output):
+    output: str = arguments.output
+    spec = request.refine_audio
+    refined = {} if spec is None else _refined_files(f"{_root(output)}.refined.mp4", spec)
+    if refined and output == STANDARD_OUTPUT:
+        say("h3stream: the refined clip goes to a file beside the clip's: give -o a file")
         return EXIT_BAD_INPUT
-    # A server that was started for this command does not come back.
-    reconnect_s = RECONNECT_S if arguments.server else 0.0
+    if not all(map(_can_write, (output, *refined.values()))):
+        return EXIT_BAD_INPUT
     with _server(arguments) as address:
         return _deliver(
             address,
-            lambda client: client.generate(request, reconnect_s=reconnect_s),
-            arguments.output,
+            lambda client: client.generate(request, reconnect_s=_reconnect_s(arguments)),
+            Outputs(output, refined),
+            Tally(),
             previews=arguments.previews,
+            reconnect_s=_reconnect_s(arguments),
         )
+
+
+def refine(arguments: argparse.Namespace) -> int:
+    """`h3stream refine`: refines the sound of a clip that there is."""
+    spec = refine_spec(arguments) or RefineSpec()
+    prompt: str = arguments.prompt or ""
+    source: str | Path = arguments.source
+    if arguments.source.endswith(LATENTS_SUFFIX):
+        source = Path(arguments.source)
+    elif not arguments.server:
+        say(f"h3stream: a job is refined where it was made: name its server, or a file that ends in {LATENTS_SUFFIX}")
+        return EXIT_BAD_INPUT
+    if arguments.output == STANDARD_OUTPUT:
+        say("h3stream: the refined clip is fetched once it is whole: give -o a file")
+        return EXIT_BAD_INPUT
+    check_source(source, prompt)
+    files = _refined_files(arguments.output, spec)
+    if not all(map(_can_write, files.values())):
+        return EXIT_BAD_INPUT
+
+    def start(client: AsyncClient) -> AsyncGeneration:
+        return client.refine(
+            source,
+            spec,
+            prompt=prompt,
+            cancel_on_disconnect=arguments.cancel_on_disconnect,
+            reconnect_s=_reconnect_s(arguments),
+        )
+
+    with _server(arguments) as address:
+        tally = Tally(has_clip=False)
+        return _deliver(address, start, Outputs(None, files), tally, reconnect_s=_reconnect_s(arguments))
 
 
 def attach(arguments: argparse.Namespace) -> int:
@@ -98,7 +140,8 @@ def attach(arguments: argparse.Namespace) -> int:
     return _deliver(
         arguments.server,
         lambda client: client.attach(arguments.job_id, from_chunk=arguments.from_chunk, live=arguments.live),
-        arguments.output,
+        Outputs(arguments.output),
+        Tally(),
         owns_job=False,
     )
 
@@ -186,13 +229,19 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--previews", type=Path, metavar="DIR", help="write the stills of the clip in progress into this directory"
     )
-    command.add_argument(
-        "--cancel-on-disconnect",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="cancel the job if this command ends before it (default: yes)",
-    )
+    _add_disconnect_argument(command)
     command.set_defaults(run=generate)
+
+    command = commands.add_parser("refine", help="refine the sound of a clip", allow_abbrev=False)
+    command.add_argument(
+        "source", metavar="SOURCE", help=f"a job that has ended, or a latents file, which ends in {LATENTS_SUFFIX}"
+    )
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write the refined clip to")
+    command.add_argument("--prompt", metavar="PROMPT", help="what the clip of a latents file was made with")
+    _add_server_arguments(command)
+    _add_disconnect_argument(command)
+    add_refine_options(command.add_argument_group("refinement"))
+    command.set_defaults(run=refine)
 
     command = commands.add_parser("plan", help="tell what a request would make", allow_abbrev=False)
     _add_request_arguments(command)
@@ -250,11 +299,24 @@ def _add_output_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_request_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("prompt", metavar="PROMPT", help="what to show and what to sound like")
+def _add_disconnect_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cancel-on-disconnect",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cancel the job if this command ends before it (default: yes)",
+    )
+
+
+def _add_server_arguments(command: argparse.ArgumentParser) -> None:
     place = command.add_mutually_exclusive_group()
     place.add_argument("--server", metavar="HOST:PORT", help="a running server (default: start one for this command)")
     place.add_argument("--model", type=Path, metavar="DIR", help="model directory for the server that is started")
+
+
+def _add_request_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("prompt", metavar="PROMPT", help="what to show and what to sound like")
+    _add_server_arguments(command)
     group = command.add_argument_group("request", "What is left out takes the server's default.")
     group.add_argument("--frames", type=int, help="frames at 24 per second: 17k + 5, from 22 to 362")
     group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
@@ -275,7 +337,7 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         "--adapter",
         action="append",
         default=[],
-        type=_adapter,
+        type=adapter_choice,
         metavar="NAME[=STRENGTH]",
         help="an adapter of the server's to sample with (`h3stream adapters` lists them), at its own strength or this; "
         "may be given several times",
@@ -301,6 +363,9 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="noise forwards from one still to the next (1 where only --preview-side is given)",
     )
+    group = command.add_argument_group("refinement of the sound", "Any of these asks for it.")
+    group.add_argument("--refine-audio", action="store_true", help="refine the sound once the clip has been delivered")
+    add_refine_options(group, "refine-")
 
 
 def _can_write(output: str) -> bool:
@@ -324,33 +389,44 @@ def _can_write(output: str) -> bool:
 def _deliver(
     address: str,
     follow: Callable[[AsyncClient], AsyncGeneration],
-    output: str,
+    outputs: Outputs,
+    tally: Tally,
     *,
     owns_job: bool = True,
     previews: Path | None = None,
+    reconnect_s: float = RECONNECT_S,
 ) -> int:
-    """Writes a clip, and its stills where they are wanted, and tells how it went; returns the exit status."""
-    tally = Tally()
-    stills = None if previews is None else StillFiles(previews, tally.notes.append)
-    ending = asyncio.run(deliver(address, follow, output, tally, owns_job=owns_job, stills=stills))
-    if ending is Ending.WHOLE:
-        is_piped = output == STANDARD_OUTPUT
+    """Writes what a job makes, and its stills where they are wanted, and tells how it went; returns the exit status."""
+    if previews is not None:
+        outputs = dataclasses.replace(outputs, stills=StillFiles(previews, tally.notes.append))
+    ending = asyncio.run(deliver(address, follow, outputs, tally, owns_job=owns_job, reconnect_s=reconnect_s))
+    if ending in (Ending.WHOLE, Ending.NOT_REFINED):
+        is_piped = outputs.clip == STANDARD_OUTPUT
         (say if is_piped else _print)("\n".join(tally.summary()))
-        if not is_piped:
-            _print(output)
+        fetched = outputs.artifacts.values() if ending is Ending.WHOLE else ()
+        streamed = [outputs.clip] if outputs.clip and not is_piped and tally.first_fragment_s is not None else []
+        for path in (*streamed, *fetched):
+            _print(path)
     return STATUS_OF_ENDING[ending]
+
+
+def _reconnect_s(arguments: argparse.Namespace) -> float:
+    """How long a lost server is looked for: one that was started for this command does not come back."""
+    return RECONNECT_S if arguments.server else 0.0
+
+
+def _refined_files(path: str, spec: RefineSpec) -> dict[str, str]:
+    """Artifacts of a refinement to fetch, with their files; the spectrograms go beside the clip."""
+    return {"refined.mp4": path, **({"refine-compare.png": f"{_root(path)}.compare.png"} if spec.compare else {})}
+
+
+def _root(path: str) -> str:
+    """A file's path without its suffix."""
+    return os.path.splitext(path)[0]
 
 
 def _window(text: str) -> Any:
     return text if text == "all" else int(text)
-
-
-def _adapter(text: str) -> AdapterChoice:
-    name, equals, strength = text.partition("=")
-    try:
-        return AdapterChoice(name, float(strength) if equals else None)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=STRENGTH: {strength!r} is no number") from None
 
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
@@ -371,6 +447,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         adapters=arguments.adapter,
         artifacts=arguments.artifact,
         preview=_preview(arguments.preview_side, arguments.preview_every),
+        refine_audio=refine_spec(arguments) or (RefineSpec() if arguments.refine_audio else None),
     )
 
 

@@ -7,15 +7,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.clip_file import ClipFile
-from h3stream.errors import GenerationError
+from h3stream.errors import GenerationError, NotReadyError
 from h3stream.progress import Display, Lines, LiveBar, Tally
 from h3stream.report import say
 from h3stream.still_files import StillFiles
+from h3stream.stream import Reconnection
 
 STANDARD_OUTPUT = "-"
 DEFAULT_COLUMNS = 80
@@ -29,21 +33,34 @@ class Ending(Enum):
     INTERRUPTED = "interrupted"
     READER_GONE = "reader gone"
     NOT_WRITTEN = "not written"
+    NOT_REFINED = "not refined"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where what a job makes goes."""
+
+    clip: str | None
+    """File of the clip, written as it comes, or "-" for standard output; None where the job streams none."""
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    """Artifacts that are fetched once the job has ended, with their files."""
+    stills: StillFiles | None = None
+    """Where those of the clip go, if anywhere."""
 
 
 async def deliver(
     address: str,
     follow: Callable[[AsyncClient], AsyncGeneration],
-    output: str,
+    outputs: Outputs,
     tally: Tally,
     *,
     owns_job: bool,
-    stills: StillFiles | None = None,
+    reconnect_s: float,
 ) -> Ending:
-    """Writes a clip to a file, or to standard output, while showing how far it is.
+    """Writes what a job makes to files, or to standard output, while showing how far it is.
 
     follow: makes the clip, or follows the job that does.  owns_job: where this ends early, the job is cancelled.
-    stills: where those of the clip go, if anywhere.
+    reconnect_s: how long a download that breaks off is tried again.
 
     The user is told of an early end. Raises GenerationError if the job fails.
     """
@@ -57,25 +74,30 @@ async def deliver(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as asyncio does for Ctrl-C
     async with AsyncClient(address) as client, follow(client) as events:
         try:
-            await _write(events, output, tally, stills)
+            await _write(events, outputs, tally)
         except asyncio.CancelledError:
             task.uncancel()
-            say(f"h3stream: interrupted; {await leave()}{_kept(output, tally)}")
+            say(f"h3stream: interrupted; {await leave()}{_kept(outputs.clip, tally)}")
             return Ending.INTERRUPTED
         except OSError as error:
-            if output == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
+            if outputs.clip == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
                 say(f"h3stream: the reader has gone; {await leave()}")
                 return Ending.READER_GONE
-            say(f"h3stream: cannot write {output}: {error.strerror}; {await leave()}")
+            say(f"h3stream: cannot write {outputs.clip}: {error.strerror}; {await leave()}")
             return Ending.NOT_WRITTEN
         except GenerationError:
-            if tally.num_chunks:  # it had been accepted
-                say(f"h3stream: the clip is not whole{_kept(output, tally)}")
+            if tally.stream is not None and outputs.clip is not None:
+                say(f"h3stream: {outputs.clip} is whole, but its sound is not refined")
+            elif tally.num_chunks and outputs.clip is not None:  # it had been accepted
+                say(f"h3stream: the clip is not whole{_kept(outputs.clip, tally)}")
             raise
-    return Ending.WHOLE
+        if failure := tally.refine_failure:
+            say(f"h3stream: the clip is whole, but its sound is not refined: {failure.reason}: {failure.message}")
+            return Ending.NOT_REFINED
+        return await _fetch(client, events.job_id, outputs.artifacts, task, reconnect_s)
 
 
-async def _write(events: AsyncGeneration, output: str, tally: Tally, stills: StillFiles | None) -> None:
+async def _write(events: AsyncGeneration, outputs: Outputs, tally: Tally) -> None:
     started_s = time.monotonic()
     display: Display
     if sys.stderr.isatty():
@@ -83,17 +105,44 @@ async def _write(events: AsyncGeneration, output: str, tally: Tally, stills: Sti
     else:
         display = Lines(sys.stderr)
     # Written past sys.stdout, so nothing waits in a buffer and nothing complains at exit if the reader has gone.
-    with ClipFile(os.dup(sys.stdout.fileno()) if output == STANDARD_OUTPUT else output) as file:
+    path = os.dup(sys.stdout.fileno()) if outputs.clip == STANDARD_OUTPUT else outputs.clip
+    with nullcontext() if path is None else ClipFile(path) as file:
         try:
             async for event in events:
-                file.write(event)
-                if stills is not None:
-                    stills.write(event)
+                if file is not None:
+                    file.write(event)
+                if outputs.stills is not None:
+                    outputs.stills.write(event)
                 elapsed_s = time.monotonic() - started_s
                 tally.add(event, elapsed_s)
                 display.show(tally, event, elapsed_s)
         finally:
             display.close()
+
+
+async def _fetch(
+    client: AsyncClient, job_id: str, artifacts: Mapping[str, str], task: asyncio.Task[Any], reconnect_s: float
+) -> Ending:
+    """Downloads artifacts of a job that has ended, each going on where it broke off."""
+    for name, path in artifacts.items():
+        again = Reconnection(reconnect_s)
+        try:
+            while True:
+                try:
+                    await client.download(job_id, name, path)
+                    break
+                except NotReadyError:
+                    if (delay_s := again.next_delay_s()) is None:
+                        raise
+                    await asyncio.sleep(delay_s)
+        except asyncio.CancelledError:
+            task.uncancel()
+            say(f"h3stream: interrupted; job {job_id} has ended, but {path} is not whole")
+            return Ending.INTERRUPTED
+        except OSError as error:
+            say(f"h3stream: cannot write {path}: {error.strerror}; job {job_id} has ended")
+            return Ending.NOT_WRITTEN
+    return Ending.WHOLE
 
 
 async def _cancel(client: AsyncClient, job_id: str) -> str:
@@ -107,7 +156,7 @@ async def _cancel(client: AsyncClient, job_id: str) -> str:
     return "the job is cancelled"
 
 
-def _kept(output: str, tally: Tally) -> str:
-    if output == STANDARD_OUTPUT or tally.first_fragment_s is None:
+def _kept(output: str | None, tally: Tally) -> str:
+    if output in (None, STANDARD_OUTPUT) or tally.first_fragment_s is None:
         return ""
     return f"; {output} keeps the {tally.num_frames_received} of {tally.num_frames} frames that had arrived"

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from h3stream.events import Accepted, Completed, Event, Fragment, JobWarning, PhaseChange, Progress, StreamComplete
+from h3stream.events import (
+    Accepted,
+    AudioDistance,
+    Completed,
+    Event,
+    Fragment,
+    JobWarning,
+    PhaseChange,
+    Plan,
+    Progress,
+    RefinedAudio,
+    RefineFailed,
+    RefineProgress,
+    RefineStarted,
+    StreamComplete,
+)
 
 WARNING = "warning: "
 BOLD_YELLOW, PLAIN = "\x1b[1;33m", "\x1b[0m"
@@ -16,7 +31,9 @@ MIN_BAR_COLUMNS = 8
 class Tally:
     """What the events of a job add up to so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_clip: bool = True) -> None:
+        """has_clip: whether the job makes a clip; otherwise it refines the sound of one."""
+        self._has_clip = has_clip
         self.phase = "waiting"
         self.chunk_index = -1
         self.num_chunks = 0
@@ -42,20 +59,18 @@ class Tally:
         """What deserves a line of its own, in order: what the job makes, and the warnings."""
         self.stream: StreamComplete | None = None
         self.completed: Completed | None = None
+        self.refine_steps: list[RefineProgress] = []
+        """Steps of the refinement that are done."""
+        self.num_refine_steps = 0
+        """Steps of the refinement; 0 where there is none."""
+        self.refined: RefinedAudio | None = None
+        self.refine_failure: RefineFailed | None = None
 
     def add(self, event: Event, elapsed_s: float) -> None:
         """Takes the next event, which arrived `elapsed_s` seconds after the start of the call."""
         match event:
             case Accepted():
-                clip = event.plan.clip
-                self.num_chunks, self.num_steps = len(event.plan.chunks), clip.steps
-                self.num_forwards_planned = event.plan.num_noise_forwards
-                self.num_frames = clip.num_frames
-                how = "sampled at once" if clip.mode == "dense" else f"in {self.num_chunks} chunks"
-                size = f"{clip.num_frames} frames of {clip.width}x{clip.height}"
-                self.notes.append(f"job {event.job_id}: {size} {how}, seed {clip.seed}")
-                for warning in event.plan.warnings:
-                    self._warn(warning.message)
+                self._accept(event.job_id, event.plan)
             case PhaseChange():
                 self._move(event.phase, event.chunk_index, 0)
                 self.queue_position = 0
@@ -71,15 +86,25 @@ class Tally:
                 self._warn(event.message)
             case StreamComplete():
                 self.stream = event
+            case RefineStarted():
+                self.notes.append(_where(event))
+            case RefineProgress():
+                self.refine_steps.append(event)
+            case RefinedAudio():
+                self.refined = event
+            case RefineFailed():
+                self.refine_failure = event
             case Completed():
                 self.completed = event
 
     @property
     def fraction(self) -> float:
-        """How much of the work is done, from 0 to 1, counted in noise forwards."""
-        if self.stream is not None:
+        """How much of the work is done, from 0 to 1, counted in forwards."""
+        if self.completed is not None:
             return 1.0
-        return self.num_forwards / self.num_forwards_planned if self.num_forwards_planned else 0.0
+        num_sampled = self.num_forwards if self.stream is None else self.num_forwards_planned
+        num_planned = self.num_forwards_planned + self.num_refine_steps
+        return (num_sampled + len(self.refine_steps)) / num_planned if num_planned else 0.0
 
     def describe(self) -> str:
         """Where the job is, in a few words."""
@@ -90,6 +115,9 @@ class Tally:
             parts.append(f"chunk {self.chunk_index + 1}/{self.num_chunks}")
         if self.phase == "denoise":
             parts.append(f"step {self.step}/{self.num_steps}")
+        if self.phase == "refine" and self.refine_steps:
+            last = self.refine_steps[-1]
+            parts.append(f"step {last.step}/{last.num_steps} {last.mode}")
         if self.num_frames:
             parts.append(f"{self.num_frames_emitted}/{self.num_frames} frames")
         if self.first_fragment_s is not None:
@@ -98,18 +126,54 @@ class Tally:
 
     def summary(self) -> list[str]:
         """What a user wants to know of a finished job, in lines; empty if it is not finished."""
-        if self.stream is None or self.completed is None or self.first_fragment_s is None:
+        if self.completed is None:
             return []
-        early = self.completed.timings.num_frames_before_sampling_end
+        lines = [*self._clip_summary(self.completed), *self._refine_summary()]
+        return [*lines, *(WARNING + message for message in self.warnings)] if lines else []
+
+    def _clip_summary(self, completed: Completed) -> list[str]:
+        if self.stream is None or self.first_fragment_s is None:
+            return []
+        early = completed.timings.num_frames_before_sampling_end
         num_missed = self.stream.num_frames - self.num_frames_received
         return [
             f"first fragment after {self.first_fragment_s:.1f} s; "
             f"{early} of {self.num_frames} frames were out before sampling ended",
             f"{self.stream.num_frames} frames, {self.stream.num_samples} samples, {self.stream.num_bytes} bytes "
-            f"in {self.stream.num_fragments} fragments; {self.completed.timings.total_s:.1f} s in all",
+            f"in {self.stream.num_fragments} fragments; {completed.timings.total_s:.1f} s in all",
             *([f"joined at frame {num_missed}: the clip begins there"] if num_missed else []),
-            *(WARNING + message for message in self.warnings),
         ]
+
+    def _refine_summary(self) -> list[str]:
+        refined = self.refined
+        if refined is None:
+            return []
+        modes = [step.mode for step in self.refine_steps]
+        counts = ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes))
+        warm = ", with the cache of an earlier refinement" if refined.is_warm else ""
+        lines = [
+            f"sound refined in {refined.sampling_s:.1f} s, steps: {counts}{warm}",
+            f"against the sound before: {_apart(refined.change)}",
+        ]
+        if refined.against_exact is not None:
+            speed = f"{refined.speed_ratio:.2f} times as fast"
+            lines.append(f"against exact: {_apart(refined.against_exact)}; {speed}")
+        return lines
+
+    def _accept(self, job_id: str, plan: Plan) -> None:
+        clip = plan.clip
+        self.num_chunks, self.num_steps = len(plan.chunks), clip.steps
+        size = f"{clip.num_frames} frames of {clip.width}x{clip.height}"
+        self.num_refine_steps = 0 if plan.refine_audio is None else plan.refine_audio.steps
+        if self._has_clip:
+            self.num_forwards_planned = plan.num_noise_forwards
+            self.num_frames = clip.num_frames
+            how = "sampled at once" if clip.mode == "dense" else f"in {self.num_chunks} chunks"
+            self.notes.append(f"job {job_id}: {size} {how}, seed {clip.seed}")
+        else:
+            self.notes.append(f"job {job_id}: the sound of {size} refined in {self.num_refine_steps} steps")
+        for warning in plan.warnings:
+            self._warn(warning.message)
 
     def _move(self, phase: str, chunk_index: int, step: int) -> None:
         self.phase, self.chunk_index, self.step = phase, chunk_index, step
@@ -160,7 +224,7 @@ class LiveBar:
 
 
 class Lines:
-    """A line for every phase and every note, for streams that are no terminal."""
+    """A line for every phase, every step of a refinement and every note, for streams that are no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -171,7 +235,7 @@ class Lines:
         for note in tally.notes[self._num_notes :]:
             self._stream.write(f"{note}\n")
         self._num_notes = len(tally.notes)
-        if isinstance(event, PhaseChange):
+        if isinstance(event, PhaseChange | RefineProgress):
             self._stream.write(f"{elapsed_s:7.1f} s  {tally.describe()}\n")
         self._stream.flush()
 
@@ -188,3 +252,22 @@ def bar_line(tally: Tally, columns: int) -> str:
         return f"{percent}  {words}"[:columns]
     filled = int(bar_columns * tally.fraction)
     return f"[{'#' * filled}{'.' * (bar_columns - filled)}] {percent}  {words}"
+
+
+def _where(started: RefineStarted) -> str:
+    """Whether a refinement has a cache, and where, in words."""
+    if not started.has_cache:
+        return f"no cache: {started.reason}"
+    cache = started.spec.cache
+    return (
+        f"cache of {cache.contents} in {cache.precision}, {started.cache_bytes / 2**30:.3g} GiB in {started.backend}: "
+        f"{started.reason}"
+    )
+
+
+def _apart(distance: AudioDistance) -> str:
+    """How far two sounds lie apart, in words."""
+    return (
+        f"latents {distance.latents:.3g} (relative L2), log-mel {distance.log_mel_db:.2f} dB, "
+        f"RMS ratio {distance.rms_ratio:.3f}"
+    )

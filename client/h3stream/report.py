@@ -7,6 +7,7 @@ import sys
 from h3stream.errors import GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Plan
 from h3stream.job import AdapterInfo, Job
+from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec
 
 
@@ -21,6 +22,8 @@ def plan_table(plan: Plan) -> list[str]:
     ]
     if clip.adapters:
         lines.append("adapters " + ", ".join(f"{use.name} at {use.strength:g}" for use in clip.adapters))
+    if plan.refine_audio is not None:
+        lines.append(f"sound refined in {_refinement(plan.refine_audio)}")
     return [
         *lines,
         f"{plan.num_noise_forwards} noise forwards, {plan.num_clean_forwards} clean forwards",
@@ -75,6 +78,14 @@ def _attention(clip: ClipSpec) -> str:
         return "dense"
     window = "all chunks" if clip.window is None else f"window {clip.window}"
     return f"sink {clip.sink}, {window}, KV on {clip.kv_storage}"
+
+
+def _refinement(spec: RefineSpec) -> str:
+    """How a sound is refined, in words."""
+    cache = f"cache of {spec.cache.contents} in {spec.cache.precision}" if spec.cache.enabled else "no cache"
+    return (
+        f"{spec.steps} steps from {spec.audio_denoise:g}, {spec.sampler}, {spec.scheduler}, cfg {spec.cfg:g}, {cache}"
+    )
 
 
 def _adapter_row(adapter: AdapterInfo) -> tuple[str, ...]:

@@ -47,19 +47,22 @@ class RefineCall:
         self._header = video_pb2.RefineHeader(
             spec=refine_spec_to_proto(spec), cancel_on_disconnect=cancel_on_disconnect
         )
-        self._file: BinaryIO | None = None
+        self._path = ""
+        check_source(source, prompt)
         if isinstance(source, os.PathLike):
-            self._announce(os.fspath(source), prompt)
+            self._path = os.fspath(source)
+            self._header.upload.prompt = prompt
+            self._header.upload.size_bytes = os.stat(source).st_size
         else:
-            self._header.job_id = _job_id(source, prompt)
+            self._header.job_id = source.job_id if isinstance(source, HasJobId) else source
 
     def __iter__(self) -> Iterator[video_pb2.RefineAudioRequest]:
         """The messages, once: the file is read twice, first for its checksum, in pieces."""
-        if self._file is None:
+        if not self._path:
             yield video_pb2.RefineAudioRequest(header=self._header)
             return
-        with self._file as file:
-            try:
+        try:
+            with open(self._path, "rb") as file:
                 self._header.upload.sha256 = self._sha256(file)
                 yield video_pb2.RefineAudioRequest(header=self._header)
                 sent = hashlib.sha256()
@@ -69,39 +72,20 @@ class RefineCall:
                     self.num_bytes_sent += len(piece)
                 if sent.hexdigest() != self._header.upload.sha256:
                     raise self._invalid("has changed while it was read; try again once nobody writes it")
-            except InvalidRequestError as error:
-                self.error = error
-            except OSError as error:
-                self.error = self._invalid(f"cannot be read: {error.strerror}")
+        except InvalidRequestError as error:
+            self.error = error
+        except OSError as error:
+            self.error = _unreadable(self._path, error)
 
     def explain(self, error: GenerationError, has_job: bool) -> GenerationError:
         """The error to raise where the call has failed with one."""
         if self.error is not None:
             return self.error
-        if self._file is None or has_job or not isinstance(error, NotReadyError):
+        if not self._path or has_job or not isinstance(error, NotReadyError):
             return error
         size = self._header.upload.size_bytes
         told = f"the upload broke off after {self.num_bytes_sent} of {size} bytes, before there was a job"
         return type(error)(f"{told}: {error.message}; nothing of it is kept: start again")
-
-    def _announce(self, path: str, prompt: str) -> None:
-        self._path = path
-        violations = text_violations("prompt", prompt, MAX_PROMPT_BYTES)
-        if prompt == "":
-            rule = "it must be the prompt that the latents were made with"
-            violations = [FieldViolation("prompt", f"prompt is missing; {rule}")]
-        if violations:
-            raise invalid_request(violations)
-        try:
-            status = os.stat(path)  # before it is opened: opening a pipe waits for its writer
-            if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
-                what = "is empty" if stat.S_ISREG(status.st_mode) else "is no regular file"
-                raise self._invalid(f"{what}; it must be a latents.safetensors as jobs leave it")
-            self._file = open(path, "rb")  # noqa: SIM115 - whoever iterates closes it
-        except OSError as error:
-            raise self._invalid(f"cannot be read: {error.strerror}") from error
-        self._header.upload.prompt = prompt
-        self._header.upload.size_bytes = status.st_size
 
     def _sha256(self, file: BinaryIO) -> str:
         digest = hashlib.sha256()
@@ -122,22 +106,50 @@ class RefineCall:
             yield piece
 
     def _invalid(self, what: str) -> InvalidRequestError:
-        return invalid_request([FieldViolation("source", f"source {self._path} {what}")])
+        return _invalid_source(f"source {self._path} {what}")
 
 
-def _job_id(source: Any, prompt: object) -> str:
+def check_source(source: Any, prompt: str) -> None:
+    """Raises InvalidRequestError where nothing can be refined of a source, as far as can be seen from here."""
+    if isinstance(source, os.PathLike):
+        _check_file(os.fspath(source))
+        if violations := text_violations("prompt", prompt, MAX_PROMPT_BYTES):
+            raise invalid_request(violations)
+        if not prompt:
+            rule = "it must be the prompt that the latents were made with"
+            raise invalid_request([FieldViolation("prompt", f"prompt is missing; {rule}")])
+        return
     job_id = source.job_id if isinstance(source, HasJobId) else source
     if not isinstance(job_id, str):
         rule = "it must be the id of a job, a Job, a generation, or the Path of a latents.safetensors"
-        raise invalid_request([FieldViolation("source", f"source is {source!r:.80}; {rule}")])
+        raise _invalid_source(f"source is {source!r:.80}; {rule}")
     if job_id.endswith(".safetensors"):
-        rule = "a string is the id of a job; for a file give a pathlib.Path"
-        raise invalid_request([FieldViolation("source", f"source is {job_id[:80]!r}; {rule}")])
+        raise _invalid_source(f"source is {job_id[:80]!r}, a job's id as it stands; for a file give a pathlib.Path")
     if violations := text_violations("source", job_id, MAX_PROMPT_BYTES):
         raise invalid_request(violations)
     if not job_id:
-        raise invalid_request([FieldViolation("source", "source has no job yet; it must be one that has ended")])
+        raise _invalid_source("source has no job yet; it must be one that has ended")
     if prompt != "":
         rule = "the prompt of a job's clip is known; leave it out"
         raise invalid_request([FieldViolation("prompt", f"prompt is {prompt!r:.80}; {rule}")])
-    return job_id
+
+
+def _check_file(path: str) -> None:
+    try:
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            with open(path, "rb"):
+                pass
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+        what = "is empty" if stat.S_ISREG(status.st_mode) else "is no regular file"
+        raise _invalid_source(f"source {path} {what}; it must be a latents.safetensors as jobs leave it")
+
+
+def _unreadable(path: str, error: OSError) -> InvalidRequestError:
+    return _invalid_source(f"source {path} cannot be read: {error.strerror}")
+
+
+def _invalid_source(description: str) -> InvalidRequestError:
+    return invalid_request([FieldViolation("source", description)])

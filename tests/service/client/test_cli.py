@@ -16,8 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from h3stream import AdapterChoice, Fragment, GenerateRequest, MuxError, NotReadyError, OverloadedError, PreviewSpec
-from tests.fakes import NOTICE, FakeVideoService, Script, events_of, media_of, plan_of
+from h3stream import (
+    AdapterChoice,
+    DeviceMemoryError,
+    Fragment,
+    FrozenCacheSpec,
+    GenerateRequest,
+    MuxError,
+    NotReadyError,
+    OverloadedError,
+    PreviewSpec,
+    RefineSpec,
+    TimeRange,
+)
+from h3stream.codec import refine_spec_from_proto
+from tests.fakes import NOTICE, FakeVideoService, Script, content_of, events_of, media_of, plan_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
 FIRST = next(e for e in events_of(PLAN) if isinstance(e, Fragment))
@@ -260,6 +273,16 @@ async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(r
         (["plan", "a fox", "--adapter", "turbo=nan"], "adapters[0].strength is nan; it must be a finite number"),
         (["generate", "a fox", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
         (["paint", "a fox"], "invalid choice: 'paint'"),
+        (["refine", "job-0", "-o", "missing/clip.mp4"], "is no directory"),
+        (["refine", "job-0", "-o", "-"], "the refined clip is fetched once it is whole: give -o a file"),
+        (["refine", "job-0", "-o", "clip.mp4", "--range", "5"], "--range: '5' is not FROM-TO in seconds, e.g. 3-5"),
+        (["refine", "job-0", "-o", "clip.mp4", "--contents", "all"], "--contents: invalid choice: 'all'"),
+        (["refine", "job-0", "-o", "clip.mp4", "--prompt", "a fox"], "the prompt of a job's clip is known"),
+        (["refine", "job-0", "-o", "clip.mp4", "--steps", "9999999999"], "steps is 9999999999; it must be"),
+        (["refine", "latents.safetensors", "-o", "clip.mp4"], "latents.safetensors cannot be read: No such file"),
+        (["refine", "latents.safetensors", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
+        (["generate", "a fox", "-o", "-", "--refine-audio"], "the refined clip goes to a file beside the clip's"),
+        (["generate", "a fox", "-o", "c.mp4", "--refine-adapter", "style=much"], "--refine-adapter: 'style=much' is"),
     ],
 )
 async def test_bad_arguments_end_with_status_2(
@@ -268,7 +291,13 @@ async def test_bad_arguments_end_with_status_2(
     result = await run(*arguments)
     assert result.status == 2
     assert words in result.err
-    assert service.requests == []
+    assert (service.requests, service.headers) == ([], [])
+
+
+async def test_a_job_is_refined_at_its_server_alone(tmp_path: Path) -> None:
+    result = await finish(await start("refine", "job-0", "-o", "clip.mp4", cwd=tmp_path))
+    assert result.status == 2
+    assert "a job is refined where it was made: name its server" in result.err
 
 
 async def test_a_failure_mid_stream_says_why_and_keeps_what_had_arrived(
@@ -401,6 +430,131 @@ async def test_info_job_and_cancel_tell_what_the_server_knows(run: Run, service:
     assert (await run("cancel", "job-0")).out == b"cancelled\n"
     result = await run("job", "job-9")
     assert (result.status, result.err) == (1, "h3stream: JOB_NOT_FOUND: there is no job 'job-9'\n  job job-9\n")
+
+
+REFINE_OPTIONS = (
+    "--{0}steps 4 --{0}audio-denoise 0.4 --{0}video-denoise 0.1 --{0}sampler heun --{0}scheduler native --{0}cfg 2 "
+    "--{0}negative-prompt hum,hiss --{0}seed 5 --{0}adapter style:-0.5 --{0}adapter turbo --{0}range 0.5-1 "
+    "--{0}contents kv --{0}precision fp8 --{0}text kept --{0}refresh 2 --{0}backend disk --{0}allow-disk "
+    "--{0}vram-margin-gb 2 --{0}shared --{0}on-no-room exact --{0}compare"
+)
+REFINE_SPEC = RefineSpec(
+    steps=4, audio_denoise=0.4, video_denoise=0.1, sampler="heun", scheduler="native", cfg=2.0,
+    negative_prompt="hum,hiss", seed=5, adapters=(AdapterChoice("style", -0.5), AdapterChoice("turbo")),
+    audio_range=TimeRange(0.5, 1.0), compare=True,
+    cache=FrozenCacheSpec(contents="kv", precision="fp8", text="kept", refresh_interval=2, backend="disk",
+                          allow_disk=True, vram_margin_gb=2.0, shared=True, on_no_room="exact"),
+)  # fmt: skip
+
+
+async def test_every_option_of_a_refinement_arrives_whichever_command_has_it(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    result = await run("generate", "a fox", "-o", "clip.mp4", *REFINE_OPTIONS.format("refine-").split())
+    assert result.status == 0, result.err
+    assert service.requests[0].refine_audio == REFINE_SPEC
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+    assert (tmp_path / "clip.refined.mp4").read_bytes() == content_of("job-0", "refined.mp4")
+    assert (tmp_path / "clip.refined.compare.png").read_bytes() == content_of("job-0", "refine-compare.png")
+    assert result.out.decode().splitlines()[-3:] == ["clip.mp4", "clip.refined.mp4", "clip.refined.compare.png"]
+    result = await run("refine", "job-0", "-o", "louder.mp4", *REFINE_OPTIONS.format("").split())
+    assert result.status == 0, result.err
+    (header,) = service.headers
+    assert refine_spec_from_proto(header.spec, "spec") == REFINE_SPEC
+    assert (header.job_id, header.cancel_on_disconnect) == ("job-0", True)
+    assert (tmp_path / "louder.compare.png").read_bytes() == content_of("refine-0", "refine-compare.png")
+    await run("generate", "a fox", "-o", "clip.mp4", "--refine-audio", "--refine-exact")
+    assert service.requests[1].refine_audio == RefineSpec(cache=FrozenCacheSpec(enabled=False))
+    await run("generate", "a fox", "-o", "clip.mp4", "--refine-audio")
+    assert service.requests[2].refine_audio == RefineSpec()
+
+
+async def test_refine_tells_each_step_and_what_changed(run: Run, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    result = await run("refine", "job-0", "-o", "louder.mp4", "--steps", "3", "--compare")
+    assert result.status == 0, result.err
+    assert (tmp_path / "louder.mp4").read_bytes() == content_of("refine-0", "refined.mp4")
+    lines = [line.split(" s  ", 1)[-1] for line in result.err.splitlines()]
+    assert lines == [
+        "job refine-0: the sound of 39 frames of 64x64 refined in 3 steps",
+        f"warning: {NOTICE}",
+        "refine",
+        "cache of hidden in int4, 0.00186 GiB in ram: it has no room on the device",
+        "refine  step 1/3 build",
+        "refine  step 2/3 cached",
+        "refine  step 3/3 cached",
+        "decode",
+    ]
+    assert result.out.decode().splitlines() == [
+        "sound refined in 1.8 s, steps: 1 build, 2 cached",
+        "against the sound before: latents 0.25 (relative L2), log-mel 3.50 dB, RMS ratio 1.200",
+        "against exact: latents 0.026 (relative L2), log-mel 0.80 dB, RMS ratio 0.990; 3.50 times as fast",
+        f"warning: {NOTICE}",
+        "louder.mp4",
+        "louder.compare.png",
+    ]
+
+
+async def test_a_download_that_breaks_off_goes_on(run: Run, service: FakeVideoService, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    service.script = Script(cut_download=True)
+    result = await run("refine", "job-0", "-o", "louder.mp4")
+    assert result.status == 0, result.err
+    assert (tmp_path / "louder.mp4").read_bytes() == content_of("refine-0", "refined.mp4")
+    assert [request.offset_bytes > 0 for request in service.downloads] == [False, True]
+
+
+async def test_a_latents_file_is_refined(run: Run, service: FakeVideoService, tmp_path: Path) -> None:
+    (tmp_path / "latents.safetensors").write_bytes(b"latents" * 100_000)
+    result = await run("refine", "latents.safetensors", "-o", "louder.mp4", "--prompt", "a fox")
+    assert result.status == 0, result.err
+    assert service.uploads == [b"latents" * 100_000]
+    assert service.headers[0].upload.prompt == "a fox"
+
+
+async def test_a_sound_that_cannot_be_refined_leaves_the_clip_and_fails_the_command(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(refine_failure="the cache needs 9.7 GiB")
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--refine-audio")
+    assert result.status == 1
+    told = "h3stream: the clip is whole, but its sound is not refined: OUT_OF_MEMORY: the cache needs 9.7 GiB"
+    assert result.err.splitlines()[-1] == told
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+    assert not (tmp_path / "clip.refined.mp4").exists()
+    assert result.out.decode().splitlines()[-1] == "clip.mp4"
+
+
+async def test_a_refinement_that_fails_says_why(run: Run, service: FakeVideoService, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    error = DeviceMemoryError("the cache needs 9.7 GiB", job_id="refine-0", phase="refine")
+    service.script = Script(fail_at=3, fail_with=error)
+    result = await run("refine", "job-0", "-o", "louder.mp4")
+    assert (result.status, result.out) == (1, b"")
+    assert result.err.splitlines()[-2:] == [
+        "h3stream: OUT_OF_MEMORY: the cache needs 9.7 GiB", "  job refine-0, phase refine",
+    ]  # fmt: skip
+    assert not (tmp_path / "louder.mp4").exists()
+
+
+async def test_an_interrupt_cancels_the_refinement(address: str, service: FakeVideoService, tmp_path: Path) -> None:
+    service.script = Script(stall_at=4)
+    (tmp_path / "latents.safetensors").write_bytes(b"latents")
+    given = ("refine", "latents.safetensors", "--prompt", "a fox", "-o", "louder.mp4", "--server", address)
+    process = await start(*given, cwd=tmp_path)
+    assert process.stderr is not None
+    while b"refine  step 1/6 build" not in (await asyncio.wait_for(process.stderr.readline(), 30)):
+        pass
+    process.send_signal(signal.SIGINT)
+    result = await finish(process)
+    assert (result.status, result.err) == (130, "h3stream: interrupted; the job is cancelled\n")
+    assert service.cancelled == {"refine-0"}
+
+
+async def test_plan_tells_how_the_sound_will_be_refined(run: Run) -> None:
+    result = await run("plan", "a fox", "--refine-steps", "4")
+    told = "sound refined in 4 steps from 0.5, euler, simple, cfg 1, cache of hidden in int4"
+    assert told in result.out.decode().splitlines()
 
 
 async def test_version_is_the_distribution_s(tmp_path: Path) -> None:
