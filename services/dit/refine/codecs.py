@@ -58,7 +58,7 @@ def make_codec(precision: str) -> Codec:
     """The codec of that name. Raises UnsupportedError if this machine's torch cannot do it."""
     if precision == "fp8":
         return Fp8()
-    return {"bf16": Bf16, "int4": Int4}[precision]()
+    return Int4() if precision == "int4" else Bf16()
 
 
 class Bf16:
@@ -201,7 +201,7 @@ def _in_groups(x: Tensor) -> Tensor:
     values = x.new_empty(len(x), _groups(width) * INT4_GROUP, dtype=torch.float32)
     values[:, :width].copy_(x)
     values[:, width:].zero_()
-    return values.unflatten(1, (-1, INT4_GROUP))
+    return values.view(len(x), -1, INT4_GROUP)
 
 
 def _levels(payload: Tensor) -> Tensor:
