@@ -29,6 +29,16 @@ Timesteps = tuple[float, ...]
 """Distinct float32 timesteps of one forward, ascending."""
 
 
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The timesteps of a segment's rows."""
+
+    values: Timesteps
+    """In any order."""
+    which: Tensor | None = None
+    """The value of each row, `[N]` int64; None where there is one value for all."""
+
+
 @dataclass(frozen=True)
 class BlockModulation:
     """What one block is modulated by, each `[3 M, hidden]` in the compute dtype: a row per (timestep, tag)."""
@@ -63,6 +73,13 @@ class Modulation:
     def row(self, value: float, tag: int) -> int:
         """Row of a (timestep, tag) in the blocks' tables."""
         return NUM_TAGS * self.timestep_row(value) + tag
+
+    def timestep_rows(self, labels: Labels, num_rows: int, device: torch.device) -> Tensor:
+        """Row of every row's timestep in the final norm's table, `[num_rows]` int64."""
+        rows = [self.timestep_row(value) for value in labels.values]
+        if labels.which is None:
+            return torch.full((num_rows,), rows[0], dtype=torch.int64, device=device)
+        return torch.tensor(rows, device=device).index_select(0, labels.which)
 
 
 def distinct(*values: float) -> Timesteps:
@@ -102,6 +119,22 @@ def modulation(transformer: MiniMaxH3Transformer3DModel, timesteps: Timesteps) -
         blocks.append(BlockModulation(attn_shift, attn_scale, attn_gate, ffn_shift, ffn_scale, ffn_gate))
     final_shift, final_scale = transformer.norm_out.linear(condition).chunk(2, dim=-1)
     return Modulation(timesteps, tuple(blocks), final_shift, final_scale.add_(1))
+
+
+class Modulations:
+    """The modulation of any forward, computed when it is asked for; that of the last two sets of timesteps is kept."""
+
+    def __init__(self, transformer: MiniMaxH3Transformer3DModel) -> None:
+        self._transformer = transformer
+        self._kept: dict[Timesteps, Modulation] = {}
+
+    def __getitem__(self, timesteps: Timesteps) -> Modulation:
+        """Of rows at these timesteps."""
+        if timesteps not in self._kept:
+            while len(self._kept) > 1:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[timesteps] = modulation(self._transformer, timesteps)
+        return self._kept[timesteps]
 
 
 def time_embedding(transformer: MiniMaxH3Transformer3DModel, timesteps: Timesteps) -> Tensor:

@@ -34,6 +34,19 @@ def self_attention(
     return out
 
 
+def attention_over(attn: Any, hidden: Tensor, rotary: Rotary, context: Tensor, context_rotary: Rotary) -> Tensor:
+    """The attention branch of rows `[N, hidden]` of a dense forward over rows `[P, hidden]`, theirs among them.
+
+    Only keys and values of the context are projected. It rounds as `self_attention` with `dense` does.
+    """
+    heads = (attn.heads, attn.head_dim)
+    query = rotate(attn.norm_q(attn.to_q(hidden).unflatten(-1, heads)), rotary, dense=True)
+    key = rotate(attn.norm_k(attn.to_k(context).unflatten(-1, heads)), context_rotary, dense=True)
+    value = attn.to_v(context).unflatten(-1, heads)
+    out: Tensor = attn.to_out[0](attend(query, key, value, fused=True).flatten(1))
+    return out
+
+
 def _heads(attn: Any, hidden: Tensor, rotary: Rotary | None, gather: Gather | None, *, dense: bool) -> Tensor:
     """What the heads attend to, `[N, h d]`; queries, keys and values of a whole clip are free again once it returns."""
     heads = (attn.heads, attn.head_dim)

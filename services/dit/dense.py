@@ -18,11 +18,15 @@ from core.schedule import dense_sigmas, float32, timestep
 from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
 from services.common.verbs import Cancelled, poll
-from services.dit.adaln import distinct, modulation_table
+from services.dit.adaln import Modulation, Modulations, Timesteps, modulation_table
 from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.model import H3Dit, finish_forward
 from services.dit.noise import dense_noise
+from services.dit.refine.masks import MaskedStreams, Masks, StreamMask, denoised, renoised
 from services.dit.rows import ChunkLatents, middle_frame
+
+Grid = tuple[tuple[float, float], ...]
+"""Noise levels of video and audio, falling to (0, 0)."""
 
 
 class DenseSampler:
@@ -37,44 +41,75 @@ class DenseSampler:
         context: Tensor,
         token_tags: Tensor,
         device: torch.device,
+        *,
+        start: ChunkLatents | None = None,
+        sigmas: Grid | None = None,
+        noise: ChunkLatents | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Draws the noise, refines the text and computes the modulation table. The weights must be on the device.
 
         context: `[E, text_dim]`.  token_tags: `[E]` modality of each token. Raises torch.OutOfMemoryError.
+        start: clean latents that are put back to the first noise level. None: the clip starts from noise alone.
+        sigmas: noise levels of video and audio, falling to (0, 0). None: those of the clip.
+        noise: None: that of the clip's seed.  masks: what of `start` may move. None: all of it.
         """
+        assert start is not None or masks is None, "a mask needs latents that its frozen parts keep"
         self.clip = clip
         self.num_done = 0
-        self.latents = dense_noise(clip, device)
-        self._next = ChunkLatents(torch.empty_like(self.latents.video), torch.empty_like(self.latents.audio))
+        noise = noise or dense_noise(clip, device)
+        self._sigmas = sigmas or clip_sigmas(clip)
+        self._streams = MaskedStreams(masks or Masks(), start or noise, noise)
+        self.latents = noise if start is None else self._renoised(start, noise)
+        self._next = ChunkLatents(
+            torch.empty_like(self.latents.video) if self._streams.moves_video else self.latents.video,
+            torch.empty_like(self.latents.audio),
+        )
         self._model = model
         self._adapters = adapters
         self._mix = mix
         self._device = device
-        self._sigmas = tuple(
-            zip(*(dense_sigmas(clip.steps, shift) for shift in (clip.video_shift, clip.audio_shift)), strict=True)
-        )
-        self._timesteps = tuple((timestep(video), timestep(audio)) for video, audio in self._sigmas[:-1])
         self._layout = model.dense_layout(
             clip.num_frames, token_tags.to(device), latent_size(clip.height), latent_size(clip.width)
         )
         with adapters.using(mix):
             self._text = model.refine_text(context.to(device), dense=True)
-            self._modulation = modulation_table(model.transformer, self._timesteps)
+            self._modulation: Modulations | dict[Timesteps, Modulation]
+            if masks is None:
+                pairs = [(timestep(video), timestep(audio)) for video, audio in self._sigmas[:-1]]
+                self._modulation = modulation_table(model.transformer, pairs)
+            else:  # a mask may put its rows at hundreds of timesteps
+                self._modulation = Modulations(model.transformer)
         finish_forward(device)
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards of the clip."""
+        return len(self._sigmas) - 1
 
     def step(self) -> None:
         """Runs one forward and moves the latents on. One that fails changes nothing."""
-        timesteps = self._timesteps[self.num_done]
-        with self._adapters.using(self._mix):
-            velocity = self._model.forward_dense(
-                self._text, self.latents, timesteps, self._layout, self._modulation[distinct(*timesteps)]
-            )
         sigmas, next_sigmas = self._sigmas[self.num_done], self._sigmas[self.num_done + 1]
-        euler_step(self.latents.video, velocity.video, sigmas[0], next_sigmas[0], out=self._next.video)
-        euler_step(self.latents.audio, velocity.audio, sigmas[1], next_sigmas[1], out=self._next.audio)
+        fed, labels = self._streams.feed(self.latents), self._streams.labels(sigmas)
+        with self._adapters.using(self._mix):
+            velocity = self._model.forward_packed(
+                self._text, fed, labels, self._layout, self._modulation[labels.timesteps]
+            )
+        masks, now, out = self._streams, self.latents, self._next
+        if masks.moves_video:
+            _move(masks.video, now.video, fed.video, velocity.video, sigmas[0], next_sigmas[0], out=out.video)
+        _move(masks.audio, now.audio, fed.audio, velocity.audio, sigmas[1], next_sigmas[1], out=out.audio)
         finish_forward(self._device)
         self.latents, self._next = self._next, self.latents
         self.num_done += 1
+
+    def _renoised(self, start: ChunkLatents, noise: ChunkLatents) -> ChunkLatents:
+        """What a clip of latents starts from; a frozen video stays the tensor that it is."""
+        video, audio = self._sigmas[0]
+        return ChunkLatents(
+            renoised(start.video, noise.video, video) if self._streams.moves_video else start.video,
+            renoised(start.audio, noise.audio, audio),
+        )
 
     def middle_estimate(self) -> Tensor:
         """The middle latent frame of the clip as the last forward estimates it, `[24, H, W]`.
@@ -136,14 +171,40 @@ class DenseSession:
         return self._latents.of(self._chunks[index])
 
 
+def clip_sigmas(clip: ClipSpec) -> Grid:
+    """Noise levels of video and audio between which a dense clip's forwards lie."""
+    video, audio = (dense_sigmas(clip.steps, shift) for shift in (clip.video_shift, clip.audio_shift))
+    return tuple(zip(video, audio, strict=True))
+
+
 def euler_step(x_t: Tensor, velocity: Tensor, sigma: float, next_sigma: float, *, out: Tensor) -> None:
     """Writes `r x_t + (1 - r) x0` to `out`, with `x0 = x_t + sigma v` and `r = next_sigma / sigma`, all in float32.
 
     velocity: `x0 - eps`; overwritten.  sigma, next_sigma: float32 values.
-    The sigma of x0 is taken back from the timestep that the model was fed, `1 - (1 - sigma)`, which differs from the
-    grid's by a rounding: with that, and the blend in place of `x_t + (sigma - next_sigma) v`, the bits on a CPU are
-    those of diffusers' scheduler.
+    With the sigma of `denoised`, and the blend in place of `x_t + (sigma - next_sigma) v`, the bits on a CPU are those
+    of diffusers' scheduler.
     """
+    blend(x_t, denoised(x_t, velocity, sigma), sigma, next_sigma, out=out)
+
+
+def blend(x_t: Tensor, x0: Tensor, sigma: float, next_sigma: float, *, out: Tensor) -> None:
+    """Writes `r x_t + (1 - r) x0` with `r = next_sigma / sigma` to `out`.  x0: overwritten."""
     ratio = float32(next_sigma / sigma)
-    x0 = velocity.mul_(float32(1 - timestep(sigma))).add_(x_t)
     torch.mul(x_t, ratio, out=out).add_(x0.mul_(float32(1 - ratio)))
+
+
+def _move(
+    mask: StreamMask | None,
+    x_t: Tensor,
+    fed: Tensor,
+    velocity: Tensor,
+    sigma: float,
+    next_sigma: float,
+    *,
+    out: Tensor,
+) -> None:
+    """One stream's step, from what the model was `fed` and answered."""
+    if mask is None:
+        euler_step(x_t, velocity, sigma, next_sigma, out=out)
+    else:
+        blend(x_t, mask.denoised(fed, velocity, sigma), sigma, next_sigma, out=out)

@@ -6,9 +6,9 @@ Numerics: docs/reference/raven-streaming.md §5.4, §7; the dense forward: docs/
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from torch import Tensor
 from core.budget import FFN_BLOCK_ROWS, ModelSize
 from core.geometry import AUDIO_CHANNELS, Chunk, num_audio_latents, num_audio_rows, text_positions
 from core.schedule import context_timestep
-from services.dit.adaln import AUDIO_TAG, VIDEO_TAG, Modulation, add_gated, modulate
+from services.dit.adaln import (
+    AUDIO_TAG,
+    NUM_TAGS,
+    VIDEO_TAG,
+    Labels,
+    Modulation,
+    Timesteps,
+    add_gated,
+    distinct,
+    modulate,
+)
 from services.dit.attention import Rotary, self_attention
 from services.dit.kv_cache import KvCache
 from services.dit.rows import (
@@ -24,6 +34,7 @@ from services.dit.rows import (
     audio_rows,
     chunk_position_ids,
     dense_position_ids,
+    keyframe_position_ids,
     rows_to_audio,
     rows_to_video,
     video_rows,
@@ -31,6 +42,9 @@ from services.dit.rows import (
 
 if TYPE_CHECKING:
     from diffusers import MiniMaxH3Transformer3DModel
+
+BlockAttention = Callable[[int, Any, Tensor], Tensor]
+"""Attention branch of a block: takes its number, its attention module and the normed, modulated rows `[N, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,46 @@ class DenseLayout:
     token_tags: Tensor
     """Modality of each text row, `[E]`."""
     num_audio_rows: int
-    """Rows between the text and the first video row."""
+    """Audio rows; the video rows follow them."""
+    num_cond_rows: int = 0
+    """Rows of keyframes, between the text and the audio."""
+
+    @property
+    def num_text_rows(self) -> int:
+        """Rows of the text, which come first."""
+        return len(self.token_tags)
+
+    @property
+    def audio_start(self) -> int:
+        """First audio row."""
+        return self.num_text_rows + self.num_cond_rows
+
+    @property
+    def num_rows(self) -> int:
+        """All rows of a forward."""
+        return len(self.rotary[0])
+
+    @property
+    def num_video_rows(self) -> int:
+        """Video rows, which come last."""
+        return self.num_rows - self.audio_start - self.num_audio_rows
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentLabels:
+    """The timesteps of all rows of a dense forward."""
+
+    text: float
+    audio: Labels
+    video: Labels
+    cond: float | None = None
+    """Of keyframes; None where there are none."""
+
+    @property
+    def timesteps(self) -> Timesteps:
+        """The distinct ones, ascending."""
+        cond = () if self.cond is None else (self.cond,)
+        return distinct(self.text, *cond, *self.audio.values, *self.video.values)
 
 
 class H3Dit:
@@ -100,7 +153,7 @@ class H3Dit:
         hidden = self.refine_text(context)
         rotary = self._rotary(torch.tensor(text_positions(hidden.shape[0]), dtype=torch.float64))
         rows = token_tags + modulation.row(context_timestep(), 0)
-        self._run_blocks(hidden, rotary, rows, modulation, cache, stage=True)
+        self.run_blocks(hidden, rows, modulation, _over_cache(rotary, cache, stage=True))
         return hidden
 
     def chunk_layout(self, chunk: Chunk, num_tokens: int, latent_height: int, latent_width: int) -> ChunkLayout:
@@ -108,13 +161,27 @@ class H3Dit:
         positions = chunk_position_ids(chunk, num_tokens, latent_height, latent_width)
         return ChunkLayout(self._rotary(positions), num_audio_rows(chunk))
 
-    def dense_layout(self, num_frames: int, token_tags: Tensor, latent_height: int, latent_width: int) -> DenseLayout:
+    def dense_layout(
+        self,
+        num_frames: int,
+        token_tags: Tensor,
+        latent_height: int,
+        latent_width: int,
+        keyframes: Sequence[int] = (),
+    ) -> DenseLayout:
         """What the forwards of a dense clip need besides its text and latents; computed once per clip.
 
-        token_tags: `[E]` modality of each token, on the device.
+        token_tags: `[E]` modality of each token, on the device.  keyframes: pixel frames whose rows are given to it.
         """
-        positions = dense_position_ids(num_frames, len(token_tags), latent_height, latent_width)
-        return DenseLayout(self._rotary(positions), token_tags, AUDIO_CHANNELS * num_audio_latents(num_frames))
+        num_tokens = len(token_tags)
+        positions = dense_position_ids(num_frames, num_tokens, latent_height, latent_width)
+        cond = [keyframe_position_ids(frame, num_tokens, latent_height, latent_width) for frame in keyframes]
+        return DenseLayout(
+            self._rotary(torch.cat((positions[:num_tokens], *cond, positions[num_tokens:]))),
+            token_tags,
+            AUDIO_CHANNELS * num_audio_latents(num_frames),
+            sum(len(rows) for rows in cond),
+        )
 
     def forward_chunk(
         self,
@@ -135,8 +202,9 @@ class H3Dit:
         rows = _per_stream(
             modulation.row(audio_t, AUDIO_TAG), modulation.row(video_t, VIDEO_TAG), layout.num_audio_rows, hidden
         )
-        self._run_blocks(hidden, layout.rotary, rows, modulation, cache, stage=stage)
-        return self._velocity(hidden, latents, timesteps, layout.num_audio_rows, modulation)
+        self.run_blocks(hidden, rows, modulation, _over_cache(layout.rotary, cache, stage=stage))
+        video, audio = Labels((video_t,)), Labels((audio_t,))
+        return self.velocity(hidden, audio, video, layout.num_audio_rows, modulation, latents.video.shape[2:])
 
     def forward_dense(
         self,
@@ -150,64 +218,105 @@ class H3Dit:
 
         text: `[E, hidden]` from `refine_text`; its rows lie at the video's timestep, so they change with every step.
         """
-        hidden = torch.cat((text, self._embed(latents)))  # [E + N, hidden]
         video_t, audio_t = timesteps
-        media = hidden[len(text) :]
-        media_rows = _per_stream(
-            modulation.row(audio_t, AUDIO_TAG), modulation.row(video_t, VIDEO_TAG), layout.num_audio_rows, media
+        labels = SegmentLabels(text=video_t, audio=Labels((audio_t,)), video=Labels((video_t,)))
+        return self.forward_packed(text, latents, labels, layout, modulation)
+
+    def forward_packed(
+        self,
+        text: Tensor,
+        latents: ChunkLatents,
+        labels: SegmentLabels,
+        layout: DenseLayout,
+        modulation: Modulation,
+    ) -> ChunkLatents:
+        """As `forward_dense`, with the timestep of every row."""
+        hidden = torch.cat((text, self._embed(latents)))  # [E + N, hidden]
+        rows = self.block_rows(labels, layout, modulation)
+        self.run_blocks(hidden, rows, modulation, self.dense_attention(layout))
+        return self.velocity(
+            hidden[len(text) :], labels.audio, labels.video, layout.num_audio_rows, modulation, latents.video.shape[2:]
         )
-        rows = torch.cat((layout.token_tags + modulation.row(video_t, 0), media_rows))
-        self._run_blocks(hidden, layout.rotary, rows, modulation)
-        return self._velocity(media, latents, timesteps, layout.num_audio_rows, modulation)
+
+    def dense_attention(self, layout: DenseLayout) -> BlockAttention:
+        """Every row of a dense clip sees every other one."""
+
+        def attention(layer: int, attn: Any, normed: Tensor) -> Tensor:
+            return self_attention(attn, normed, layout.rotary, dense=True)
+
+        return attention
+
+    def block_rows(self, labels: SegmentLabels, layout: DenseLayout, modulation: Modulation) -> Tensor:
+        """Rows of the blocks' modulation tables of all rows of a dense forward, `[S]`."""
+        tags = layout.token_tags
+        segments = [tags + modulation.row(labels.text, 0)]
+        if labels.cond is not None:
+            segments.append(tags.new_full((layout.num_cond_rows,), modulation.row(labels.cond, VIDEO_TAG)))
+        for stream, tag, num_rows in (
+            (labels.audio, AUDIO_TAG, layout.num_audio_rows),
+            (labels.video, VIDEO_TAG, layout.num_video_rows),
+        ):
+            segments.append(modulation.timestep_rows(stream, num_rows, tags.device).mul_(NUM_TAGS).add_(tag))
+        return torch.cat(segments)
+
+    def embed_audio(self, audio: Tensor) -> Tensor:
+        """Audio latents as rows that the first block reads, `[2 A, hidden]`."""
+        rows: Tensor = self.transformer.audio_proj_in(audio_rows(audio)).to(self.dtype)
+        return rows
+
+    def embed_video(self, rows: Tensor) -> Tensor:
+        """Video rows `[N, 96]` float32 as the first block reads them, `[N, hidden]`."""
+        embedded: Tensor = self.transformer.proj_in(rows).to(self.dtype)
+        return embedded
+
+    def audio_velocity(self, hidden: Tensor, labels: Labels, modulation: Modulation) -> Tensor:
+        """The audio head over its rows `[2 A, hidden]` behind the last block: `[1, 32, 2, A]` float32."""
+        rows = modulation.timestep_rows(labels, len(hidden), hidden.device)
+        return rows_to_audio(self.transformer.audio_proj_out(self._final_norm(hidden, rows, modulation)))
+
+    def velocity(
+        self,
+        hidden: Tensor,
+        audio: Labels,
+        video: Labels,
+        num_audio_rows: int,
+        modulation: Modulation,
+        size: Sequence[int],
+    ) -> ChunkLatents:
+        """Both heads over the media rows `[N, hidden]` behind the last block, float32.
+
+        audio, video: labels of its rows.  size: T, H and W of the video.
+        """
+        rows = torch.cat(
+            (
+                modulation.timestep_rows(audio, num_audio_rows, hidden.device),
+                modulation.timestep_rows(video, len(hidden) - num_audio_rows, hidden.device),
+            )
+        )
+        normed = self._final_norm(hidden, rows, modulation)
+        return ChunkLatents(
+            video=rows_to_video(self.transformer.proj_out(normed[num_audio_rows:]), *size),
+            audio=rows_to_audio(self.transformer.audio_proj_out(normed[:num_audio_rows])),
+        )
+
+    def _final_norm(self, hidden: Tensor, rows: Tensor, modulation: Modulation) -> Tensor:
+        normed = self.transformer.norm_out.norm(hidden)
+        return modulate(normed, modulation.final_shift, modulation.final_scale, rows).float()  # the heads are islands
 
     def _embed(self, latents: ChunkLatents) -> Tensor:
         """Audio rows, then video rows, as the first block reads them: `[N, hidden]`."""
-        audio = self.transformer.audio_proj_in(audio_rows(latents.audio))
-        video = self.transformer.proj_in(video_rows(latents.video))
-        return torch.cat((audio, video)).to(self.dtype)  # the patch projections are float32 islands
+        return torch.cat((self.embed_audio(latents.audio), self.embed_video(video_rows(latents.video))))
 
-    def _velocity(
-        self,
-        hidden: Tensor,
-        latents: ChunkLatents,
-        timesteps: tuple[float, float],
-        num_audio_rows: int,
-        modulation: Modulation,
-    ) -> ChunkLatents:
-        """Both heads over the media rows `[N, hidden]` behind the last block, in the shape of their latents."""
-        video_t, audio_t = timesteps
-        rows = _per_stream(modulation.timestep_row(audio_t), modulation.timestep_row(video_t), num_audio_rows, hidden)
-        normed = self.transformer.norm_out.norm(hidden)
-        out = modulate(normed, modulation.final_shift, modulation.final_scale, rows).float()  # the heads are islands
-        return ChunkLatents(
-            video=rows_to_video(self.transformer.proj_out(out[num_audio_rows:]), *latents.video.shape[2:]),
-            audio=rows_to_audio(self.transformer.audio_proj_out(out[:num_audio_rows])),
-        )
-
-    def _run_blocks(
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        rows: Tensor,
-        modulation: Modulation,
-        cache: KvCache | None = None,
-        *,
-        stage: bool = False,
-    ) -> None:
+    def run_blocks(self, hidden: Tensor, rows: Tensor, modulation: Modulation, attention: BlockAttention) -> None:
         """All blocks over rows `[N, hidden]` of one forward, in place.
 
-        rows: `[N]` rows of the modulation tables.  cache: what the rows see beside each other.
+        rows: `[N]` rows of the modulation tables.  attention: the attention branch of each block.
         """
         for layer, (block, table) in enumerate(
             zip(self.transformer.transformer_blocks, modulation.blocks, strict=True)
         ):
             normed = modulate(block.norm1(hidden), table.attn_shift, table.attn_scale, rows)
-            if cache is None:
-                branch = self_attention(block.attn, normed, rotary, dense=True)
-            else:
-                branch = self_attention(block.attn, normed, rotary, partial(cache.gather, layer))
-                if stage:
-                    cache.stage(layer)
+            branch = attention(layer, block.attn, normed)
             add_gated(hidden, branch, table.attn_gate, rows)
             del normed, branch
             # In blocks of rows: a whole clip's inner rows, several times as wide, would be the peak of its memory.
@@ -230,6 +339,18 @@ def finish_forward(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _over_cache(rotary: Rotary, cache: KvCache, *, stage: bool) -> BlockAttention:
+    """A chunk's rows see the retained rows and each other.  stage: whether their K and V are staged for a commit."""
+
+    def attention(layer: int, attn: Any, normed: Tensor) -> Tensor:
+        branch = self_attention(attn, normed, rotary, lambda key, value: cache.gather(layer, key, value))
+        if stage:
+            cache.stage(layer)
+        return branch
+
+    return attention
 
 
 def _per_stream(audio: int, video: int, num_audio_rows: int, media: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The seeded generator of a clip and the order of its draws, which streaming and dense clips do not share.
+"""The seeded generator of a clip and the order of its draws, which streaming and dense clips, and refinements, do not
+share.
 
 Drawn on the CPU, so a seed means the same clip on every device; torch's CPU generator uses the low 32 bits of it. The
 global generator is neither read nor written.
@@ -76,3 +77,17 @@ def dense_noise(clip: ClipSpec, device: torch.device) -> ChunkLatents:
         (AUDIO_CHANNELS * num_audio_latents(clip.num_frames), AUDIO_LATENT_CHANNELS), generator=generator
     )
     return ChunkLatents(video.to(device), rows_to_audio(rows).contiguous().to(device))
+
+
+def refine_noise(seed: int, clip: ClipSpec, device: torch.device) -> ChunkLatents:
+    """The draws of a refinement: its video, then its audio, both as latents. The audio's depend on the video's size.
+
+    Source: docs/reference/audio-refine.md §3.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    canvas = (latent_size(clip.height), latent_size(clip.width))
+    video = torch.randn((1, VIDEO_LATENT_CHANNELS, num_video_latents(clip.num_frames), *canvas), generator=generator)
+    audio = torch.randn(
+        (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(clip.num_frames)), generator=generator
+    )
+    return ChunkLatents(video.to(device), audio.to(device))

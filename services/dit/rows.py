@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.geometry import AUDIO_CHANNELS, PATCH, Chunk, chunk_positions, dense_positions
+from core.geometry import (
+    AUDIO_CHANNELS,
+    PATCH,
+    UNITS_PER_FRAME,
+    Chunk,
+    chunk_positions,
+    dense_positions,
+    spatial_axis,
+)
 
 
 @dataclass(frozen=True)
@@ -69,3 +77,10 @@ def chunk_position_ids(chunk: Chunk, num_tokens: int, height: int, width: int) -
 def dense_position_ids(num_frames: int, num_tokens: int, height: int, width: int) -> Tensor:
     """(t, h, w) of a dense clip's rows, `[E + N, 3]` float64 on the host; `height` and `width` count latents."""
     return torch.tensor(dense_positions(num_frames, num_tokens, height, width), dtype=torch.float64)
+
+
+def keyframe_position_ids(frame: int, num_tokens: int, height: int, width: int) -> Tensor:
+    """(t, h, w) of the rows of a keyframe at a pixel frame, `[H/2 W/2, 3]` float64; it moves no other row."""
+    t = num_tokens + UNITS_PER_FRAME * frame
+    h_axis, w_axis = spatial_axis(height, height, width), spatial_axis(width, height, width)
+    return torch.tensor([(t, h, w) for h in h_axis for w in w_axis], dtype=torch.float64)
