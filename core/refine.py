@@ -190,6 +190,12 @@ def _name_violations(field: str, name: str, allowed: tuple[str, ...]) -> Iterato
 
 def _negative_prompt_violations(spec: RefineValues) -> Iterator[Violation]:
     if not spec.negative_prompt:
+        if spec.cfg > MIN_CFG:
+            description = (
+                f"negative_prompt is empty, but with cfg {spec.cfg:g} it is encoded as the prompt is, which takes at "
+                "least one word; write one, or set cfg to 1"
+            )
+            yield Violation("negative_prompt", description, "EMPTY")
         return
     if spec.cfg == MIN_CFG:
         description = (

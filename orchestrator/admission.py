@@ -6,12 +6,21 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from core.artifacts import DEFAULT_ARTIFACTS, artifact_violations
+from core.artifacts import (
+    COMPARISON,
+    DEFAULT_ARTIFACTS,
+    FINAL,
+    LATENTS,
+    REFINED_ARTIFACTS,
+    SERVER_ARTIFACTS,
+    artifact_violations,
+)
 from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
+from core.refine import RefineValues, refine_sigmas, refine_violations
 from core.request import (
     ADAPTER_NAME,
     MAX_ADAPTERS,
@@ -23,8 +32,9 @@ from core.request import (
     prompt_violations,
 )
 from h3stream.adapters import AdapterChoice, AdapterUse
-from h3stream.codec import clip_spec_to_proto, preview_spec_to_proto
+from h3stream.codec import clip_spec_to_proto, preview_spec_to_proto, refine_spec_to_proto
 from h3stream.errors import UnsupportedError
+from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2
 from orchestrator.model_info import ModelInfo
@@ -32,6 +42,8 @@ from services.common.refusal import refuse
 
 STREAMING_FIELDS = ("sink", "window", "kv_storage")
 """Fields of a request that only a clip with a KV cache has."""
+REFINED_FROM = (FINAL, LATENTS)
+"""Artifacts that a refinement of the clip starts from."""
 NO_PREVIEW = PreviewSpec(max_side=0, every_steps=1)
 """No stills."""
 
@@ -96,6 +108,7 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
             *_registry_violations(request.adapters, registry, is_dense),
             *artifact_violations(request.artifacts),
             *(() if request.preview is None else preview_violations(request.preview)),
+            *_refinement_violations(request.refine_audio, clip, registry, "refine_audio"),
         ]
     )
     if is_dense:
@@ -116,17 +129,28 @@ def make_plan(
     video_bits_per_second: int,
     artifacts: Sequence[str] = (),
     preview: PreviewSpec = NO_PREVIEW,
+    refinement: RefineSpec | None = None,
 ) -> video_pb2.Plan:
     """What a checked clip makes, in full.
 
     adapters: the registry.  artifacts: those asked for; empty: the default.  preview: the stills on the way.
+    refinement: checked and complete; None: the sound stays as it is.
     """
     chunks = chunk_table(clip.num_frames)
     is_dense = clip.mode == "dense"
     warnings = [*clip_warnings(clip), *_schedule_warnings(clip, adapters)]
     if model.notice:
         warnings.append(("MODEL_NOTICE", model.notice))
-    return video_pb2.Plan(
+    kept = [*(artifacts or DEFAULT_ARTIFACTS)]
+    if refinement is not None:
+        added = [name for name in REFINED_FROM if name not in kept]
+        if added:
+            message = (
+                f"the sound is refined from {' and '.join(REFINED_FROM)}, so {' and '.join(added)} will be kept too"
+            )
+            warnings.append(("ARTIFACTS_ADDED", message))
+        kept += [*added, *refined_artifacts(refinement)]
+    plan = video_pb2.Plan(
         clip=clip_spec_to_proto(clip),
         chunks=[
             video_pb2.ChunkPlan(
@@ -145,9 +169,67 @@ def make_plan(
         num_clean_forwards=0 if is_dense else len(chunks) - 1,
         expected_stream_bytes=expected_stream_bytes(clip.num_frames, video_bits_per_second, AAC_BIT_RATE),
         warnings=[video_pb2.Warning(reason=reason, message=message) for reason, message in warnings],
-        artifacts=artifacts or DEFAULT_ARTIFACTS,
+        artifacts=kept,
         preview=preview_spec_to_proto(preview),
     )
+    if refinement is not None:
+        plan.refine_audio.CopyFrom(refine_spec_to_proto(refinement))
+    return plan
+
+
+def resolve_refinement(spec: RefineSpec, clip: ClipSpec, adapters: Sequence[AdapterFacts], prefix: str) -> RefineSpec:
+    """The checked refinement of a clip: what it leaves out is filled in, what it says is not changed.
+
+    adapters: the registry.  prefix: what the names of its fields begin with.  Raises InvalidRequestError with every
+    violation.
+    """
+    registry = {adapter.name: adapter for adapter in adapters}
+    refuse(_refinement_violations(spec, clip, registry, prefix))
+    return _completed(spec, clip, registry)
+
+
+def make_refine_plan(
+    clip: ClipSpec, model: ModelInfo, refinement: RefineSpec, video_bits_per_second: int
+) -> video_pb2.Plan:
+    """What a job makes that refines the sound of a clip.
+
+    refinement: checked and complete.  video_bits_per_second: of its rendition; 0 where that holds the sound alone.
+    """
+    plan = make_plan(clip, model, (), video_bits_per_second, refinement=refinement)
+    del plan.artifacts[:]
+    plan.artifacts.extend((*refined_artifacts(refinement), *SERVER_ARTIFACTS))
+    plan.num_noise_forwards = plan.num_clean_forwards = 0  # the clip's, which are done
+    return plan
+
+
+def refined_artifacts(refinement: RefineSpec) -> list[str]:
+    """Files that a refinement leaves."""
+    return [name for name in REFINED_ARTIFACTS if name != COMPARISON or refinement.compare]
+
+
+def _completed(spec: RefineSpec, clip: ClipSpec, registry: Registry) -> RefineSpec:
+    """A refinement with its seed and strengths filled in; an adapter that is not in the registry gets any strength."""
+    uses = [_use(choice, registry, is_dense=True) for choice in spec.adapters]
+    choices = tuple(AdapterChoice(use.name, use.strength) for use in uses)
+    return dataclasses.replace(spec, seed=clip.seed if spec.seed is None else spec.seed, adapters=choices)
+
+
+def _refinement_violations(
+    spec: RefineSpec | None, clip: ClipSpec, registry: Registry, prefix: str
+) -> Iterator[Violation]:
+    if spec is None:
+        return
+    # Every strength is filled in by now, which the type of a choice cannot say.
+    found = refine_violations(cast(RefineValues, _completed(spec, clip, registry)), clip.num_frames, prefix)
+    yield from found
+    for violation in _registry_violations(spec.adapters, registry, is_dense=True):
+        yield Violation(f"{prefix}.{violation.field}", f"{prefix}.{violation.description}", violation.reason)
+    if not found and not clip_violations(clip):
+        try:
+            refine_sigmas(spec.steps, spec.audio_denoise, clip.video_shift, clip.audio_shift, spec.scheduler)
+        except ValueError as error:
+            description = f"{prefix}.steps is {spec.steps}: {error}; take fewer steps, or a larger audio_denoise"
+            yield Violation(f"{prefix}.steps", description, "TOO_FINE")
 
 
 def _use(choice: AdapterChoice, registry: Registry, is_dense: bool) -> AdapterUse:

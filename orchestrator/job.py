@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +19,8 @@ from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.replay import JobLog
 from orchestrator.timeline import Timeline
 
+log = logging.getLogger(__name__)
+
 Payload = (
     video_pb2.Accepted
     | video_pb2.PhaseChange
@@ -27,17 +31,35 @@ Payload = (
     | video_pb2.Warning
     | video_pb2.StreamComplete
     | video_pb2.Completed
+    | types_pb2.RefineStarted
+    | types_pb2.RefineProgress
+    | types_pb2.RefinedAudio
+    | types_pb2.RefineFailed
 )
 """What an event may hold. The session makes the contract's own messages: what is logged is what goes out."""
 
+REFINED = "refined_"
+"""What the fields of the refined rendition's media begin with; its messages are those of the stream's media."""
 _FIELD_OF = {
     field.message_type.full_name: field.name
     for field in video_pb2.Event.DESCRIPTOR.oneofs_by_name["payload"].fields
-    if field.message_type is not None
+    if field.message_type is not None and field.name not in ("refined_init_segment", "refined_fragment")
 }
 PHASE_TO_PROTO: dict[Phase, types_pb2.Phase] = {
     phase: cast(types_pb2.Phase, types_pb2.Phase.Value(f"PHASE_{phase.name}")) for phase in Phase
 }
+
+
+@dataclass(frozen=True)
+class RefineSource:
+    """The clip that a job refines; its files lie in the job's own directory, as `orchestrator/source.py` put them."""
+
+    job_id: str
+    """The job that made it; empty for uploaded latents."""
+    latents_sha256: str
+    """Of the file of its latents, lower-case hexadecimal."""
+    has_video: bool
+    """Whether there is an MP4 of its pictures."""
 
 
 class Job:
@@ -51,25 +73,31 @@ class Job:
         plan: video_pb2.Plan,
         directory: Path,
         *,
+        source: RefineSource | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """directory: exists and is the job's own.  Raises PhaseError if the log cannot be made there."""
+        """directory: exists and is the job's own.  source: what it refines; None: it makes a clip.
+
+        Raises PhaseError if the log cannot be made there.
+        """
         self.job_id = job_id
         self.prompt = prompt
         self.clip = clip
         self.plan = plan
         self.directory = directory
+        self.source = source
         self.log = JobLog(directory / "events.log")
         self.state = video_pb2.JOB_STATE_QUEUED
         self.error: GenerationError | None = None
         self.created_s = wall_clock()
         self.ended_s: float | None = None
-        self.request: video_pb2.GenerateRequest | None = None
+        self.request: video_pb2.GenerateRequest | video_pb2.RefineHeader | None = None
         """The request as it came, for the record."""
         self.timeline = Timeline()
         self.warnings: list[video_pb2.Warning] = []
         self.artifacts: list[types_pb2.Artifact] = []
+        """Files that are whole, whatever becomes of the job."""
         self.removed_artifacts: list[video_pb2.RemovedArtifact] = []
         self.num_frames_emitted = 0
         self.phase = Phase.QUEUED
@@ -84,16 +112,20 @@ class Job:
             num_steps=clip.steps,
         )
 
-    def emit(self, payload: Payload) -> None:
-        """Numbers an event, writes it to the log and lets the readers have it. Raises PhaseError if it cannot."""
-        if isinstance(payload, types_pb2.Fragment):
+    def emit(self, payload: Payload, *, is_refined: bool = False) -> None:
+        """Numbers an event, writes it to the log and lets the readers have it. Raises PhaseError if it cannot.
+
+        is_refined: the payload is media of the refined rendition, which moves no media time.
+        """
+        if isinstance(payload, types_pb2.Fragment) and not is_refined:
             self.num_frames_emitted += payload.num_frames
         event = video_pb2.Event(
             seq=len(self.log),
             job_id=self.job_id,
             media_time_ticks=self.num_frames_emitted * TICKS_PER_FRAME,
         )
-        getattr(event, _FIELD_OF[payload.DESCRIPTOR.full_name]).CopyFrom(payload)
+        field = _FIELD_OF[payload.DESCRIPTOR.full_name]
+        getattr(event, REFINED + field if is_refined else field).CopyFrom(payload)
         self.log.append(event)
         self.last_event_s = self._clock()
         self.timeline.note(event, self.last_event_s)
@@ -107,6 +139,7 @@ class Job:
         self._progress.phase = PHASE_TO_PROTO[phase]
         self._progress.chunk_index = chunk_index
         self._progress.step = 0
+        self._progress.num_steps = self.plan.refine_audio.steps if phase is Phase.REFINE else self.clip.steps
         self._progress.queue_position = 0
         self.emit(video_pb2.PhaseChange(phase=self._progress.phase, chunk_index=chunk_index))
 
@@ -114,6 +147,19 @@ class Job:
         """Announces that a noise forward of the chunk is done."""
         self._progress.step = step
         self.announce()
+
+    def refine_step(self, progress: types_pb2.RefineProgress) -> None:
+        """Announces that a step of the refinement is done."""
+        self._progress.step = progress.step
+        self.emit(progress)
+
+    def keep(self, artifact: types_pb2.Artifact) -> None:
+        """Lists a file of the job's directory that is whole, in place of an older one of that name."""
+        listed = types_pb2.Artifact()
+        listed.CopyFrom(artifact)
+        listed.relative_path = f"jobs/{self.job_id}/{artifact.name}"
+        kept = {known.name: known for known in self.artifacts}
+        self.artifacts = list({**kept, artifact.name: listed}.values())
 
     def wait_behind(self, num_ahead: int) -> None:
         """Announces how many jobs are ahead in the queue, if that has changed."""
@@ -161,8 +207,9 @@ class Job:
             plan=self.plan,
             num_events=len(self.log),
             num_frames_emitted=self.num_frames_emitted,
-            artifacts=self.artifacts if self.state == video_pb2.JOB_STATE_SUCCEEDED else (),
+            artifacts=() if self.ended_s is None else self.artifacts,
             removed_artifacts=self.removed_artifacts,
+            source_job_id="" if self.source is None else self.source.job_id,
         )
         message.create_time.FromNanoseconds(int(self.created_s * 1e9))
         if self.ended_s is not None:
@@ -173,3 +220,11 @@ class Job:
             message.error.phase = PHASE_TO_PROTO[self.phase]
             message.error.chunk_index = self.error.chunk_index
         return message
+
+
+def as_told(failure: BaseException, job_id: str) -> GenerationError:
+    """What a failure is called where callers see it; the log has the rest."""
+    if isinstance(failure, GenerationError):
+        return failure
+    log.error("job %s failed", job_id, exc_info=failure)
+    return PhaseError(f"internal error ({type(failure).__name__}); see the server's log")

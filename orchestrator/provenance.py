@@ -6,10 +6,12 @@ the fields as they are in the contract.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from core.artifacts import ARTIFACTS
+from core.artifacts import ARTIFACTS, PROVENANCE, SERVER_ARTIFACTS, TIMELINE
+from core.refine import refine_sigmas
 from core.schedule import dense_sigmas, shifted_sigmas
-from h3stream.errors import PhaseError
+from h3stream.errors import GenerationError, PhaseError
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, video_pb2, workers_pb2
 from orchestrator.job import Job
+from orchestrator.latents import to_its_end
 
 FORMAT = "h3stream-provenance-1"
 
@@ -32,23 +36,76 @@ def timeline_of(job: Job) -> dict[str, Any]:
     return {"job_id": job.job_id, "chunks": [as_json(chunk) for chunk in job.plan.chunks], **job.timeline.summary()}
 
 
-def provenance_of(
-    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, kv_storage: str
-) -> dict[str, Any]:
-    """What `provenance.json` holds.
+@dataclass
+class RefineReport:
+    """What became of a refinement, as far as it has come."""
 
-    workers: those that made the clip.  completed: with the artifacts and figures so far.  kv_storage: where the KV
-    cache really lived; empty for a dense clip.
+    started: types_pb2.RefineStarted | None = None
+    """What it was about to do."""
+    steps: list[types_pb2.RefineProgress] = field(default_factory=list)
+    """What each step did."""
+    audio: types_pb2.RefinedAudio | None = None
+    """What was measured on the result."""
+    failure: types_pb2.RefineFailed | None = None
+    """Why there is none."""
+
+
+@dataclass
+class Record:
+    """What is written down beside a clip that is being made or refined."""
+
+    kv_storage: str = ""
+    """Where the KV cache really lived; empty where there was none."""
+    refinement: RefineReport | None = None
+    """Of a clip whose sound is refined."""
+
+
+async def write_record(
+    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
+) -> None:
+    """Writes how the job's clip came to be beside it, in place of what was written before; one that cannot be written
+    is told.
+
+    workers: those that worked on it.  completed: with the figures so far.
     """
-    adapters = {use.name for use in job.clip.adapters}
+
+    def write(name: str, content: dict[str, Any]) -> None:
+        job.keep(write_json(job.directory, name, content))
+
+    for name in SERVER_ARTIFACTS:
+        if name not in job.plan.artifacts:
+            continue
+        content = timeline_of(job) if name == TIMELINE else provenance_of(job, workers, completed, record)
+        try:
+            await to_its_end(write, name, content)
+        except GenerationError as error:
+            job.emit(given_up(name, error.message))
+
+
+def given_up(name: str, message: str) -> video_pb2.Warning:
+    """The warning that there is no such artifact."""
+    return video_pb2.Warning(reason="ARTIFACT_FAILED", message=f"artifact {name} was given up: {message}")
+
+
+def provenance_of(
+    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
+) -> dict[str, Any]:
+    """What `provenance.json` holds; its arguments are those of `write_record`."""
+    artifacts = [artifact for artifact in job.artifacts if artifact.name != PROVENANCE]
+    result = {**as_json(completed), "artifacts": [as_json(artifact) for artifact in artifacts]}
+    is_streamed = job.source is None and job.clip.mode == "streaming"
+    adapters = {use.name for use in job.plan.refine_audio.adapters}
+    if job.source is None:
+        adapters |= {use.name for use in job.clip.adapters}
     return {
         "format": FORMAT,
         "job_id": job.job_id,
         "prompt": job.prompt,
         "request": None if job.request is None else as_json(job.request),
         "plan": as_json(job.plan),
-        "sigmas": sigmas_of(job.clip),
-        "kv_storage": kv_storage,
+        "source": None if job.source is None else dataclasses.asdict(job.source),
+        "sigmas": sigmas_of(job.clip) if job.source is None else None,
+        "kv_storage": record.kv_storage,
         "residency": "exclusive",
         "server_version": metadata.version("h3stream-server"),
         "workers": {
@@ -64,13 +121,28 @@ def provenance_of(
                 "adapters": [
                     as_json(adapter)
                     for adapter in worker.adapters
-                    if adapter.name in adapters or (adapter.is_streaming and job.clip.mode == "streaming")
+                    if adapter.name in adapters or (adapter.is_streaming and is_streamed)
                 ],
             }
             for worker in workers
         },
         "warnings": [as_json(warning) for warning in job.warnings],
-        "result": as_json(completed),
+        "refinement": None if record.refinement is None else refinement_of(job, record.refinement),
+        "result": result,
+    }
+
+
+def refinement_of(job: Job, report: RefineReport) -> dict[str, Any]:
+    """What is told of a refinement; what it has not come to is null."""
+    spec = job.plan.refine_audio
+    sigmas = refine_sigmas(spec.steps, spec.audio_denoise, job.clip.video_shift, job.clip.audio_shift, spec.scheduler)
+    return {
+        "spec": as_json(spec),
+        "sigmas": {"video": [video for video, _ in sigmas], "audio": [audio for _, audio in sigmas]},
+        "started": None if report.started is None else as_json(report.started),
+        "steps": [as_json(step) for step in report.steps],
+        "audio": None if report.audio is None else as_json(report.audio),
+        "failure": None if report.failure is None else as_json(report.failure),
     }
 
 

@@ -21,8 +21,9 @@ from h3stream.errors import (
 )
 from h3stream.request import ClipSpec
 from h3stream.v1 import video_pb2, workers_pb2
-from orchestrator.job import Job
+from orchestrator.job import Job, RefineSource, as_told
 from orchestrator.lane import Lane
+from orchestrator.refine import run_refinement
 from orchestrator.session import run_session
 from orchestrator.shelf import Limits, Shelf
 
@@ -77,12 +78,8 @@ class Scheduler:
         self._tasks.append(asyncio.create_task(self._tick()))
         self._refusal = None
 
-    def submit(self, prompt: str, clip: ClipSpec, plan: video_pb2.Plan) -> Job:
-        """Takes a checked request as a new job.
-
-        Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now, PhaseError if the job's
-        files cannot be written.
-        """
+    def check_open(self) -> None:
+        """Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now."""
         if self._refusal is not None:
             raise self._refusal
         if len(self._queue) - self._num_idle_lanes >= self._max_queued_jobs:
@@ -90,11 +87,31 @@ class Scheduler:
                 f"{len(self._queue)} jobs are waiting, which is the most this server lets wait; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def submit(
+        self,
+        prompt: str,
+        clip: ClipSpec,
+        plan: video_pb2.Plan,
+        *,
+        source: RefineSource | None = None,
+        prepared: Path | None = None,
+    ) -> Job:
+        """Takes a checked request as a new job.
+
+        source: the clip that is to be refined; None makes one.  prepared: a directory with the job's inputs, which
+        becomes the job's own.  Raises as `check_open` does, and PhaseError if the job's files cannot be written.
+        """
+        self.check_open()
         job_id = uuid.uuid4().hex
         directory = self._jobs_directory / job_id
         try:
-            directory.mkdir(mode=0o700, parents=True)  # somebody may have removed them all
-            job = Job(job_id, prompt, clip, plan, directory, clock=self._clock)
+            self._jobs_directory.mkdir(parents=True, exist_ok=True)  # somebody may have removed them all
+            if prepared is None:
+                directory.mkdir(mode=0o700)
+            else:
+                prepared.rename(directory)
+            job = Job(job_id, prompt, clip, plan, directory, source=source, clock=self._clock)
             job.emit(video_pb2.Accepted(plan=plan))
         except OSError as error:
             raise PhaseError(f"the job's directory cannot be made: {error.strerror}") from error
@@ -165,7 +182,8 @@ class Scheduler:
                 continue
             job = self._queue.pop(0)
             job.state = video_pb2.JOB_STATE_RUNNING
-            session = asyncio.create_task(run_session(job, lane, clock=self._clock))
+            run = run_session if job.source is None else run_refinement
+            session = asyncio.create_task(run(job, lane, clock=self._clock))
             self._running[job.job_id] = session
             self._announce_queue()
             await asyncio.wait([session])
@@ -231,11 +249,8 @@ def _outcome(session: asyncio.Task[None], job: Job) -> GenerationError | None:
         error = JobCancelledError("the job was cancelled")
     elif (failure := session.exception()) is None:
         return None
-    elif isinstance(failure, GenerationError):
-        error = failure
     else:
-        log.error("job %s failed", job.job_id, exc_info=failure)
-        error = PhaseError(f"internal error ({type(failure).__name__}); see the server's log")
+        error = as_told(failure, job.job_id)
     error.job_id, error.phase, error.chunk_index = job.job_id, job.phase.value, job.chunk_index
     log.warning("job %s ended in phase %s: %s: %s", job.job_id, job.phase.value, error.reason, error)
     return error

@@ -21,12 +21,13 @@ from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.fields import invalid_request
 from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
-from orchestrator.admission import AdapterFacts, make_plan, resolve
+from orchestrator.admission import AdapterFacts, make_plan, resolve, resolve_refinement
 from orchestrator.config import Settings
 from orchestrator.download import find_artifact, read_artifact
 from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
+from orchestrator.source import RefineDesk
 
 SERVICE_NAME = "h3stream.v1.VideoService"
 
@@ -42,6 +43,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         self._model = model
         self._adapters = adapters
         self._settings = settings
+        self._refine_desk = RefineDesk(scheduler, model, adapters, settings)
 
     async def Generate(
         self, request: video_pb2.GenerateRequest, context: Any
@@ -70,6 +72,17 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         yield video_pb2.DownloadArtifactResponse(artifact=artifact)
         async for data in read_artifact(job, artifact, request.offset_bytes):
             yield video_pb2.DownloadArtifactResponse(data=data)
+
+    async def RefineAudio(
+        self, request_iterator: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
+    ) -> AsyncIterator[video_pb2.RefineAudioResponse]:
+        job = await self._refine_desk.submit(aiter(request_iterator))
+        try:
+            async for event in job.log.read():
+                yield video_pb2.RefineAudioResponse(event=event)
+        finally:
+            if job.request is not None and job.request.cancel_on_disconnect:
+                self._scheduler.request_cancel(job)
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         refuse_unknown_fields(request)
@@ -129,7 +142,10 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
         clip = resolve(request, self._model, self._adapters)
         preview = self._settings.preview if request.preview is None else request.preview
-        plan = make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate, request.artifacts, preview)
+        spec = request.refine_audio
+        refinement = None if spec is None else resolve_refinement(spec, clip, self._adapters, "refine_audio")
+        bit_rate = self._settings.video_bit_rate
+        plan = make_plan(clip, self._model, self._adapters, bit_rate, request.artifacts, preview, refinement)
         return request.prompt, clip, plan
 
 

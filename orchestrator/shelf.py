@@ -65,8 +65,12 @@ class Shelf:
         self._entries.extend(sorted(found, key=lambda entry: entry.ended_s))
 
     def add(self, job: Job) -> None:
-        """Takes a job that has ended."""
+        """Takes a job that has ended, and removes of its directory what is neither its log nor listed: inputs, scratch
+        and what was never completed."""
         sizes = {artifact.name: artifact.size_bytes for artifact in job.artifacts}
+        for path in job.directory.glob("*"):
+            if path.name not in (LOG_NAME, *sizes):
+                _remove(path)
         self._entries.append(_Entry(job.directory, self._wall_clock(), sizes, job))
 
     def tidy(self) -> None:
@@ -95,10 +99,7 @@ class Shelf:
             return
         self._record(entry, reason)
         for name in entry.sizes:
-            try:
-                (entry.directory / name).unlink(missing_ok=True)  # downloads that have begun keep the open file
-            except OSError as error:
-                log.warning("%s cannot be removed: %s", entry.directory / name, error)
+            _remove(entry.directory / name)  # downloads that have begun keep the open file
         if entry.job is not None:
             for name in entry.sizes:
                 gone = video_pb2.RemovedArtifact(name=name, message=reason)
@@ -120,6 +121,13 @@ class Shelf:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk, which removing makes room on
             log.warning("removed %s, which cannot be recorded (%s): %s", entry.directory.name, error.strerror, reason)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
 
 
 def _artifact_sizes(directory: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What happened when in a job: its phases and fragments with their times, without what they carried."""
+"""What happened when in a job: phases, steps and fragments with their times, without what they carried."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Timeline:
         self._accepted_s = 0.0
         self._phases: list[dict[str, Any]] = []
         self._fragments: list[dict[str, Any]] = []
+        self._refine_steps: list[dict[str, Any]] = []
+        self._refined_fragments: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter()
 
     def note(self, event: video_pb2.Event, now_s: float) -> None:
@@ -29,9 +31,12 @@ class Timeline:
             name = types_pb2.Phase.Name(event.phase.phase).removeprefix("PHASE_").lower()
             self._phases.append({**times, "phase": name, "chunk_index": event.phase.chunk_index})
         elif kind == "fragment":
-            made = event.fragment
-            facts = {f.name: getattr(made, f.name) for f in made.DESCRIPTOR.fields if f.name != "data"}
-            self._fragments.append({**times, **facts, "num_bytes": len(made.data)})
+            self._fragments.append({**times, **_facts(event.fragment)})
+        elif kind == "refine_progress":
+            step = event.refine_progress
+            self._refine_steps.append({**times, "step": step.step, "mode": step.mode})
+        elif kind == "refined_fragment":
+            self._refined_fragments.append({**times, **_facts(event.refined_fragment)})
 
     def summary(self) -> dict[str, Any]:
         """All of it, for a file."""
@@ -39,5 +44,12 @@ class Timeline:
             "ticks_per_second": TICKS_PER_SECOND,
             "phases": self._phases,
             "fragments": self._fragments,
+            "refine_steps": self._refine_steps,
+            "refined_fragments": self._refined_fragments,
             "num_events": dict(self._counts),
         }
+
+
+def _facts(made: types_pb2.Fragment) -> dict[str, Any]:
+    facts = {field.name: getattr(made, field.name) for field in made.DESCRIPTOR.fields if field.name != "data"}
+    return {**facts, "num_bytes": len(made.data)}

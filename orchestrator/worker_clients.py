@@ -1,11 +1,12 @@
 """The three workers as the session sees them. gRPC and its errors end in this file.
 
-Tensors pass through as the parts they arrive in: the orchestrator never looks inside a latent.
+Tensors pass through in parts, as they arrive or as a file has them: the orchestrator never looks inside a latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,21 @@ class WorkerClient:
         """The responses of a stream, which ends with its reader: a worker must not compute for nobody."""
         try:
             with self._errors():
+                async for response in call:
+                    yield response
+        finally:
+            call.cancel()
+
+    async def _exchange(self, call: Any, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+        """The responses of a stream, once the requests have been sent: their own failure is the caller's to see."""
+        try:
+            with self._errors():
+                try:
+                    async for request in requests:
+                        await call.write(request)
+                    await call.done_writing()
+                except asyncio.InvalidStateError:
+                    pass  # the call has ended early: its status is what the responses end with
                 async for response in call:
                     yield response
         finally:
@@ -167,6 +183,26 @@ class DitClient(WorkerClient):
         async for response in self._responses(self._stub.SampleDense(request)):
             yield StepDone(response.step.step) if response.HasField("step") else response.preview
 
+    async def refine_audio(
+        self, clip: ClipSpec, spec: types_pb2.RefineSpec, tensors: AsyncIterable[types_pb2.TensorPart]
+    ) -> AsyncIterator[
+        types_pb2.RefineStarted | types_pb2.RefineProgress | workers_pb2.RefineSummary | types_pb2.TensorPart
+    ]:
+        """Refines the sound of a whole clip; yields what is about to be done, a message per step, what was done, then
+        the refined tensors.
+
+        tensors: the clip's latents and the hidden states of its texts.
+        """
+        message = workers_pb2.DitServiceRefineAudioRequest
+
+        async def requests() -> AsyncIterator[workers_pb2.DitServiceRefineAudioRequest]:
+            yield message(header=workers_pb2.DitRefineHeader(clip=clip_spec_to_proto(clip), spec=spec))
+            async for part in tensors:
+                yield message(tensor=part)
+
+        async for response in self._exchange(self._stub.RefineAudio(), requests()):
+            yield getattr(response, response.WhichOneof("payload"))
+
     async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
         """Puts the chunk sampled last into the KV cache."""
         request = workers_pb2.CommitChunkRequest(session_id=session_id, chunk_index=chunk_index)
@@ -208,6 +244,23 @@ class VaeClient(WorkerClient):
         requests = [message(header=header), *(message(tensor=part) for part in latents)]
         async for response in self._responses(self._stub.DecodeChunk(iter(requests))):
             yield response.init_segment if response.HasField("init_segment") else response.fragment
+
+    async def decode_audio(
+        self, header: workers_pb2.DecodeAudioHeader, tensors: AsyncIterable[types_pb2.TensorPart]
+    ) -> AsyncIterator[types_pb2.InitSegment | types_pb2.Fragment | workers_pb2.DecodeAudioFinished]:
+        """Decodes a refined sound; yields its rendition, then what was made and measured.
+
+        tensors: of the sound, of the sound before, and of the exact result where there is one.
+        """
+        message = workers_pb2.DecodeAudioRequest
+
+        async def requests() -> AsyncIterator[workers_pb2.DecodeAudioRequest]:
+            yield message(header=header)
+            async for part in tensors:
+                yield message(tensor=part)
+
+        async for response in self._exchange(self._stub.DecodeAudio(), requests()):
+            yield getattr(response, response.WhichOneof("payload"))
 
     async def finish(self, session_id: str) -> workers_pb2.FinishResponse:
         """Completes the artifacts."""

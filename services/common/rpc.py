@@ -5,9 +5,10 @@ Imports neither torch nor a model, so the orchestrator uses it too.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -38,6 +39,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+
+LAST_WRITES_S = 10.0
+"""How long the sender of a refused stream may go on sending."""
 
 
 class ErrorInterceptor(aio.ServerInterceptor):
@@ -73,9 +77,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
         async def refuse(request: Any, context: aio.ServicerContext[Any, Any], error: Exception) -> None:
             if handler.request_streaming:
                 # A call that ends while its sender still writes reaches the sender as an internal error without our
-                # words, so the sender is let finish.
-                async for _ in request:
-                    pass
+                # words, so the sender is let finish, but not for ever.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WRITES_S):
+                        async for _ in request:
+                            pass
             await _abort(context, method, error)
 
         async def unary(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import nn
 
-from core.artifacts import WORKER_ARTIFACTS
+from core.artifacts import COMPARISON, LATENTS, REFINED_ARTIFACTS, WORKER_ARTIFACTS
 from core.clock import TICKS_PER_FRAME, emission_table
-from core.geometry import num_samples
+from core.geometry import chunk_table, num_samples
+from core.latents_file import FORMAT, latent_shapes
 from core.phases import Worker
 from h3stream.codec import clip_spec_from_proto
 from h3stream.errors import PhaseError, UnsupportedError
@@ -60,6 +63,16 @@ class Script:
     """Why the DiT worker cannot make stills; empty if it can."""
     no_stills_from: int = 99
     """First chunk of which stills fail."""
+    refined_stream_failure: str = ""
+    """Why the refined rendition ended early."""
+    refine_headers: list[workers_pb2.DitRefineHeader] = field(default_factory=list)
+    """What was to be refined, in order."""
+    refine_inputs: list[dict[str, bytes]] = field(default_factory=list)
+    """And the tensors that came with it."""
+    decode_headers: list[workers_pb2.DecodeAudioHeader] = field(default_factory=list)
+    """Which sounds were to be decoded, in order."""
+    decode_inputs: list[dict[str, bytes]] = field(default_factory=list)
+    """And the tensors that came with it."""
     calls: list[str] = field(default_factory=list)
     """Points passed, in order."""
 
@@ -172,6 +185,43 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         await self.script.reach(f"commit:{request.chunk_index}")
         return workers_pb2.CommitChunkResponse(num_committed=request.chunk_index + 2)
 
+    async def RefineAudio(self, request_iterator, context):
+        self.worker.weights.require()
+        header, tensors = await received(request_iterator)
+        self.script.refine_headers.append(header)
+        self.script.refine_inputs.append(tensors)
+        assert not self.worker.sessions, "the clip's session is still there"
+        clip, spec = clip_spec_from_proto(header.clip), header.spec
+        shapes = latent_shapes(clip.num_frames, clip.width, clip.height)
+        assert tensors.keys() == {*shapes, "context", *(["negative_context"] if spec.cfg != 1 else [])}
+        for name, shape in shapes.items():
+            assert len(tensors[name]) == math.prod(shape) * 4
+        await self.script.reach("refine:0")
+        message = workers_pb2.DitServiceRefineAudioResponse
+        yield message(
+            started=types_pb2.RefineStarted(
+                spec=spec, num_rows=111, num_live_rows=83, num_blocks=3, has_cache=True, reason="there is room",
+                backend=types_pb2.CACHE_BACKEND_RAM, cache_bytes=1000, transient_bytes=2000,
+            )
+        )  # fmt: skip
+        for step in range(1, spec.steps + 1):
+            await self.script.reach(f"refine:{step}")
+            mode = "build" if step == 1 else "cached"
+            yield message(progress=types_pb2.RefineProgress(step=step, num_steps=spec.steps, mode=mode))
+        yield message(
+            summary=workers_pb2.RefineSummary(change=0.25, against_exact=0.125, sampling_s=2, exact_sampling_s=6)
+        )
+        await self.script.reach("refined")
+        for name, like, is_wanted in (
+            ("audio", "audio", True),
+            ("video", "video", spec.video_denoise > 0),
+            ("exact_audio", "audio", spec.compare),
+        ):
+            if is_wanted:
+                made = refined_values(tensors[like], shapes[like], spec.seed)
+                for part in to_parts(name, made):
+                    yield message(tensor=part)
+
     async def CloseSession(self, request, context):
         await self.script.reach("close")
         was_open = request.session_id in self.worker.sessions
@@ -198,6 +248,8 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         header = requests[0].header
         await self.script.reach(f"decode:{header.chunk_index}")
         clip = self.clips[header.session_id]
+        if REFINED_ARTIFACTS.keys() & set(self.orders[header.session_id][1]):
+            self.check_chunk(clip, header.chunk_index, requests[1:])
         emitted = (0, *emission_table(clip.num_frames))
         first, stop = emitted[header.chunk_index], emitted[header.chunk_index + 1]
         if stop == first or (self.script.stream_end is not None and stop > self.script.stream_end):
@@ -221,19 +273,63 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             )
         )
 
+    def check_chunk(self, clip, chunk_index, requests):
+        """The chunks of a refined clip are cut from whole tensors by the orchestrator."""
+        chunk = chunk_table(clip.num_frames)[chunk_index]
+        shapes = {r.tensor.name: tuple(r.tensor.shape) for r in requests}
+        whole = latent_shapes(clip.num_frames, clip.width, clip.height)
+        assert shapes["video"] == (*whole["video"][:2], chunk.num_video_latents, *whole["video"][3:])
+        assert shapes["audio"] == (*whole["audio"][:3], chunk.num_audio_latents)
+
     async def Finish(self, request, context):
         await self.script.reach("finish")
         directory, names = self.orders[request.session_id]
+        clip = self.clips[request.session_id]
+        full = [name for name in self.script.full if name in names]
         return workers_pb2.FinishResponse(
-            artifacts=[
-                write_artifact(directory, name)
-                for name in names
-                if name in WORKER_ARTIFACTS and name not in self.script.full
-            ],
+            artifacts=[write_artifact(directory, name, clip) for name in names if name in MADE and name not in full],
             audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1),
-            failures=[workers_pb2.ArtifactFailure(name=name, message="the disk is full") for name in self.script.full],
+            failures=[workers_pb2.ArtifactFailure(name=name, message="the disk is full") for name in full],
             stream_failure=self.script.stream_failure,
         )
+
+    async def DecodeAudio(self, request_iterator, context):
+        self.worker.weights.require()
+        header, tensors = await received(request_iterator)
+        self.script.decode_headers.append(header)
+        self.script.decode_inputs.append(tensors)
+        clip = clip_spec_from_proto(header.clip)
+        await self.script.reach("decode_audio:0")
+        message = workers_pb2.DecodeAudioResponse
+        yield message(init_segment=types_pb2.InitSegment(data=b"refined init", mime_type='audio/mp4; codecs="mp4a"'))
+        for index in range(2):
+            await self.script.reach(f"decode_audio:{index + 1}")
+            half = num_samples(clip.num_frames) // 2
+            yield message(
+                fragment=types_pb2.Fragment(
+                    data=b"sound" + tensors["audio"], fragment_index=index, chunk_index=-1,
+                    start_ticks=index * half * 3, duration_ticks=half * 3, num_samples_total=(index + 1) * half, is_keyframe=True,
+                )
+            )  # fmt: skip
+        directory = Path(header.artifact_directory)
+        finished = workers_pb2.DecodeAudioFinished(
+            stream_failure=self.script.refined_stream_failure,
+            audio_health=types_pb2.AudioHealth(std=0.3, peak=0.9, normalisation_divisor=1.5),
+            audio_health_before=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1),
+            change=types_pb2.AudioDistance(log_mel_db=3, rms_ratio=1.1),
+        )
+        if "exact_audio" in tensors:
+            finished.against_exact.CopyFrom(types_pb2.AudioDistance(log_mel_db=0.5, rms_ratio=1.01))
+        for name in header.artifacts:
+            if name in self.script.full:
+                finished.failures.add(name=name, message="the disk is full")
+            elif name == COMPARISON:
+                finished.artifacts.append(write_artifact(directory, name, clip))
+            else:
+                source = Path(header.latents_file if name == "refined-latents.safetensors" else header.video_file)
+                data = name.encode() + source.read_bytes() + tensors["audio"]
+                finished.artifacts.append(write_artifact(directory, name, clip, data))
+        yield message(finished=finished)
 
     async def CloseSession(self, request, context):
         was_open = request.session_id in self.worker.sessions
@@ -241,14 +337,46 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         return workers_pb2.VaeServiceCloseSessionResponse(was_open=was_open)
 
 
-def write_artifact(directory: Path, name: str) -> types_pb2.Artifact:
-    """Writes a file of some hundred kilobytes, always the same for its name."""
-    data = name.encode() * 40_000
+MADE = WORKER_ARTIFACTS | REFINED_ARTIFACTS
+
+
+async def received(request_iterator):
+    """The header of a call and the bytes of its tensors by their names."""
+    requests = [request async for request in request_iterator]
+    tensors: dict[str, bytes] = {}
+    for request in requests[1:]:
+        part = request.tensor
+        assert part.offset_bytes == len(tensors.get(part.name, b""))
+        tensors[part.name] = tensors.get(part.name, b"") + part.data
+    return requests[0].header, tensors
+
+
+def refined_values(data: bytes, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """What the fake DiT worker makes of a tensor: other values, the same for the same seed."""
+    return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape) + (seed % 97 + 1)
+
+
+def latents_file(clip, seed: int | None = None) -> bytes:
+    """A file of latents of a clip, whose values count."""
+    shapes = latent_shapes(clip.num_frames, clip.width, clip.height)
+    about = {name: str(getattr(clip, name)) for name in ("num_frames", "width", "height")}
+    seed = clip.seed if seed is None else seed
+    values = {name: torch.arange(math.prod(shape)).reshape(shape) + seed % 97 for name, shape in shapes.items()}
+    return save(
+        {name: value.to(torch.float32) for name, value in values.items()},
+        {"format": FORMAT, **about, "seed": str(seed)},
+    )
+
+
+def write_artifact(directory: Path, name: str, clip, data: bytes | None = None) -> types_pb2.Artifact:
+    """Writes a file of some hundred kilobytes, always the same for its name; latents are those of a clip."""
+    if data is None:
+        data = latents_file(clip) if name == LATENTS else name.encode() * 40_000
     (directory / name).write_bytes(data)
     return types_pb2.Artifact(
         name=name,
         relative_path=name,
-        media_type=WORKER_ARTIFACTS[name],
+        media_type=MADE[name],
         size_bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
     )

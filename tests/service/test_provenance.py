@@ -10,7 +10,7 @@ import pytest
 
 from core.schedule import dense_sigmas, shifted_sigmas
 from h3stream.v1 import types_pb2, video_pb2
-from orchestrator import session
+from orchestrator import provenance
 from tests.service.conftest import CLIP, Service
 
 
@@ -70,7 +70,7 @@ async def test_the_provenance_says_all_that_it_takes_to_make_the_clip_again(serv
 
 
 async def test_one_that_cannot_be_written_is_told_and_the_job_succeeds(service: Service) -> None:
-    original = session.write_json
+    original = provenance.write_json
 
     def into_full(directory: Any, name: str, content: Any) -> Any:
         if name == "timeline.json":
@@ -78,7 +78,7 @@ async def test_one_that_cannot_be_written_is_told_and_the_job_succeeds(service: 
         return original(directory, name, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "write_json", into_full)
+        patch.setattr(provenance, "write_json", into_full)
         events = await service.generate()
     (message,) = [e.warning.message for e in events if e.warning.reason == "ARTIFACT_FAILED"]
     assert message == "artifact timeline.json was given up: timeline.json cannot be written: No space left on device"

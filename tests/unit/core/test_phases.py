@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from core.phases import HOLDER, MOVES, Phase, Worker
 from h3stream.v1 import types_pb2
 
@@ -11,10 +13,10 @@ def test_every_phase_has_a_holder_and_moves() -> None:
     assert set(MOVES) == set(Phase)
 
 
-def test_only_decoding_follows_itself() -> None:
+def test_only_decoding_and_encoding_follow_themselves() -> None:
     for phase, successors in MOVES.items():
         assert successors <= set(Phase)
-        assert (phase in successors) == (phase is Phase.DECODE)
+        assert (phase in successors) == (phase in (Phase.DECODE, Phase.ENCODE))
 
 
 def test_every_phase_is_reached_from_the_queue_and_reaches_the_end() -> None:
@@ -23,8 +25,8 @@ def test_every_phase_is_reached_from_the_queue_and_reaches_the_end() -> None:
         assert Phase.FINISH in _reachable(phase), phase
 
 
-def test_a_finished_job_moves_no_further() -> None:
-    assert MOVES[Phase.FINISH] == frozenset()
+def test_a_finished_clip_is_refined_or_nothing_more() -> None:
+    assert MOVES[Phase.FINISH] == {Phase.ENCODE, Phase.REFINE}
 
 
 def test_a_job_of_three_chunks_is_a_walk_through_the_table() -> None:
@@ -38,6 +40,14 @@ def test_a_job_of_three_chunks_is_a_walk_through_the_table() -> None:
 def test_a_dense_job_is_a_walk_through_the_table() -> None:
     walk = [Phase.QUEUED, Phase.PREFILL, Phase.DENOISE, *[Phase.DECODE] * 3, Phase.FINISH]
     assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
+
+
+@pytest.mark.parametrize("texts", [[], [Phase.ENCODE], [Phase.ENCODE, Phase.ENCODE]])
+def test_a_refinement_is_a_walk_through_the_table(texts: list[Phase]) -> None:
+    """Behind the clip in its job, and as a job of its own; without a word, with the one or with both to encode."""
+    refined = [*texts, Phase.REFINE, Phase.DECODE, Phase.DECODE, Phase.FINISH]
+    for begin in ([Phase.QUEUED], [Phase.DENOISE, Phase.DECODE, Phase.FINISH]):
+        assert all(after in MOVES[before] for before, after in itertools.pairwise([*begin, *refined]))
 
 
 def test_a_known_prompt_skips_the_text_encoder() -> None:

@@ -1,0 +1,29 @@
+"""What a file of a clip's latents says: the format of `latents.safetensors`, apart from its bytes."""
+
+from __future__ import annotations
+
+from core.geometry import (
+    AUDIO_CHANNELS,
+    AUDIO_LATENT_CHANNELS,
+    VIDEO_LATENT_CHANNELS,
+    latent_size,
+    num_audio_latents,
+    num_video_latents,
+)
+
+FORMAT = "h3stream-latents-1"
+"""Says how `video` `[1, 24, T, H, W]` and `audio` `[1, 32, 2, A]` are to be read: float32, normalised, final."""
+FLOAT_BYTES = 4
+TIME_AXES = {"video": 2, "audio": 3}
+"""The axis of each tensor that counts latents."""
+
+
+def latent_shapes(num_frames: int, width: int, height: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a clip's latents by their names in the file."""
+    return {
+        "video": (
+            *(1, VIDEO_LATENT_CHANNELS, num_video_latents(num_frames)),
+            *(latent_size(height), latent_size(width)),
+        ),
+        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(num_frames)),
+    }
