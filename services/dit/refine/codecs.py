@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from core.cache_policy import INT4_GROUP, row_bytes
 from h3stream.errors import UnsupportedError
 
 ENCODE_ROWS = 16384
@@ -20,8 +21,6 @@ DEVICE_DECODE_ROWS = 16384
 """Rows decoded at once on a GPU, where each block costs a few launches."""
 HOST_DECODE_ROWS = 512
 """Rows decoded at once on a CPU, whose caches then hold a block until it is done."""
-INT4_GROUP = 128
-"""Channels that share a scale."""
 INT4_MAX = 7
 FP8_MAX = 448.0
 SMALLEST_MAX = 1e-8
@@ -75,7 +74,7 @@ class Bf16:
 
     def bytes_per_row(self, width: int) -> int:
         """See `Codec.bytes_per_row`."""
-        return 2 * width
+        return row_bytes(width, self.precision)
 
     def encode(self, x: Tensor, payload: Tensor, scales: Tensor | None) -> None:
         """See `Codec.encode`."""
@@ -110,7 +109,7 @@ class Fp8:
 
     def bytes_per_row(self, width: int) -> int:
         """See `Codec.bytes_per_row`."""
-        return width + 4
+        return row_bytes(width, self.precision)
 
     def encode(self, x: Tensor, payload: Tensor, scales: Tensor | None) -> None:
         """See `Codec.encode`."""
@@ -143,7 +142,7 @@ class Int4:
 
     def bytes_per_row(self, width: int) -> int:
         """See `Codec.bytes_per_row`."""
-        return _groups(width) * (INT4_GROUP // 2 + 2)
+        return row_bytes(width, self.precision)
 
     def encode(self, x: Tensor, payload: Tensor, scales: Tensor | None) -> None:
         """See `Codec.encode`."""
