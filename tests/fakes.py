@@ -178,14 +178,15 @@ def events_of(plan: Plan, job_id: str = "job-0") -> Iterator[Event]:
     )  # fmt: skip
     yield event(JobWarning, reason="AUDIO_CLIPPED", message="3 audio samples are at full scale")
     if plan.refine_audio is not None:
-        yield from _refinement(plan, plan.refine_audio, make, frames)
+        yield from refinement_events(plan, plan.refine_audio, make, frames)
     yield event(
         Completed, artifacts=(), latents_sha256="ab" * 32, audio_health=AudioHealth(0.1, 1.0, 0.0, 3, 1.0),
         timings=Timings(0.1, 0.2, 0.3, frames_before_end),
     )  # fmt: skip
 
 
-def _refinement(plan: Plan, spec: RefineSpec, make: EventMaker, frames: int) -> Iterator[Event]:
+def refinement_events(plan: Plan, spec: RefineSpec, make: EventMaker, frames: int) -> Iterator[Event]:
+    """The events of the refinement of a clip's sound."""
     yield make(PhaseChange, frames, phase="refine", chunk_index=-1)
     has_cache = spec.cache.enabled and spec.steps > 1
     yield make(
@@ -227,7 +228,7 @@ def refine_events_of(plan: Plan, artifacts: tuple[Artifact, ...], job_id: str = 
     assert plan.refine_audio is not None
     make = EventMaker(job_id)
     yield make(Accepted, 0, plan=plan)
-    yield from _refinement(plan, plan.refine_audio, make, 0)
+    yield from refinement_events(plan, plan.refine_audio, make, 0)
     yield make(
         Completed, 0, artifacts=artifacts, latents_sha256="cd" * 32, audio_health=AudioHealth(0.12, 0.9, 0.0, 0, 1.0),
         timings=Timings(0.0, 1.8, 2.4, 0),

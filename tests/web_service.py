@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import io
 import sys
@@ -30,21 +31,25 @@ from h3stream.events import (
     InitSegment,
     JobWarning,
     PhaseChange,
+    Plan,
     Preview,
     Progress,
+    RefinedInitSegment,
+    RefineFailed,
     StreamComplete,
     Timings,
 )
 from h3stream.job import Job, JobState, RemovedArtifact
+from h3stream.refine import RefineSpec
 from h3stream.request import GenerateRequest
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from services.common.rpc import RpcServer
 from services.vae.media.boxes import AudioTrack, VideoTrack
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, MediaFragment, mime_type
-from tests.fakes import SERVER_INFO, plan_of
+from tests.fakes import SERVER_INFO, EventMaker, plan_of, refinement_events
 
-REMOVED = RemovedArtifact("latents.safetensors", datetime(2026, 1, 2, tzinfo=UTC), "it was older than 7 days")
+REMOVED = RemovedArtifact("audio.flac", datetime(2026, 1, 2, tzinfo=UTC), "it was older than 7 days")
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ def picture(frame: int, width: int, height: int) -> np.ndarray:
 
 
 @cache
-def make_media(num_frames: int, width: int, height: int) -> Media:
+def make_media(num_frames: int, width: int, height: int, loudness: float = 0.1) -> Media:
     """A clip through the real encoders and the real muxer, one fragment for each chunk that completes frames."""
     samples = num_samples(num_frames)
-    pcm = 0.1 * np.sin(np.arange(samples, dtype=np.float32) * 0.086)[None].repeat(2, 0)
+    pcm = loudness * np.sin(np.arange(samples, dtype=np.float32) * 0.086)[None].repeat(2, 0)
     pictures, sound = open_h264_encoder(width, height, 2_000_000), AacEncoder()
     video = VideoTrack(width, height, pictures.decoder_configuration, num_frames)
     audio = AudioTrack(sound.decoder_configuration, AAC_BIT_RATE, sound.priming_samples, samples)
@@ -111,6 +116,8 @@ class LiveJob:
 
     job_id: str
     request: GenerateRequest
+    source_job_id: str = ""
+    """The job whose sound it refines."""
     events: list[video_pb2.Event] = field(default_factory=list)
     state: JobState = "running"
     error: GenerationError | None = None
@@ -127,6 +134,10 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
     """How long a forward takes."""
     chunks_allowed: int = 10_000
     """Chunks of every job that may be sampled so far; `allow` raises it."""
+    refine_steps_allowed: int = 10_000
+    """Steps of every refinement that may be done so far; `allow_refining` raises it."""
+    refine_failure: str = ""
+    """Why no sound can be refined."""
     has_stream: bool = True
     """Whether an encoder works."""
     refuse_with: GenerationError | None = None
@@ -142,22 +153,38 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         self.chunks_allowed = num_chunks
         self._allowed.set()
 
-    def media_of(self, job_id: str) -> Media:
+    def allow_refining(self, num_steps: int) -> None:
+        """Lets refinements go on up to so many steps."""
+        self.refine_steps_allowed = num_steps
+        self._allowed.set()
+
+    def media_of(self, job_id: str, name: str = "final.mp4") -> Media:
         clip = plan_of(self.jobs[job_id].request).clip
-        return make_media(clip.num_frames, clip.width, clip.height)
+        return make_media(clip.num_frames, clip.width, clip.height, 0.2 if name.startswith("refine") else 0.1)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[video_pb2.GenerateResponse]:
         if self.refuse_with is not None:
             raise self.refuse_with
         wanted = codec.request_from_proto(request)
         plan_of(wanted)  # refuses what cannot be made
-        job = LiveJob(f"job-{len(self.jobs)}", wanted)
+        job = self._start(wanted)
+        async for event in self._read(job, 0):
+            yield video_pb2.GenerateResponse(event=event)
+
+    async def RefineAudio(self, request_iterator: Any, context: Any) -> AsyncIterator[video_pb2.RefineAudioResponse]:
+        header = (await anext(request_iterator)).header
+        spec = codec.refine_spec_from_proto(header.spec, "spec")
+        job = self._start(replace(self._job(header.job_id).request, refine_audio=spec), header.job_id)
+        async for event in self._read(job, 0):
+            yield video_pb2.RefineAudioResponse(event=event)
+
+    def _start(self, request: GenerateRequest, source_job_id: str = "") -> LiveJob:
+        job = LiveJob(f"job-{len(self.jobs)}", request, source_job_id)
         self.jobs[job.job_id] = job
         task = asyncio.create_task(self._run(job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        async for event in self._read(job, 0):
-            yield video_pb2.GenerateResponse(event=event)
+        return job
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
         self.num_attached += 1
@@ -185,7 +212,7 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         message = video_pb2.DownloadArtifactResponse()
         message.artifact.name, message.artifact.size_bytes = artifact.name, artifact.size_bytes
         yield message
-        data = self.media_of(job.job_id).stream
+        data = self.media_of(job.job_id, request.name).stream
         for start in range(request.offset_bytes, len(data), 10_000):
             yield video_pb2.DownloadArtifactResponse(data=data[start : start + 10_000])
 
@@ -219,6 +246,19 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         plan = plan_of(job.request)
         media = await asyncio.to_thread(make_media, plan.clip.num_frames, plan.clip.width, plan.clip.height)
         await self._emit(job, Accepted, plan=plan)
+        if not job.source_job_id:
+            await self._sample(job, plan, media)
+        if plan.refine_audio is not None and job.state == "running":
+            await self._refine(job, plan, plan.refine_audio)
+        if job.state != "running":
+            return
+        await self._emit(
+            job, Completed, artifacts=job.artifacts, latents_sha256="ab" * 32,
+            audio_health=AudioHealth(0.1, 1.0, 0.0, 3, 1.0), timings=Timings(0.9, 3.2, 3.6, job.num_frames - 22),
+        )  # fmt: skip
+        await self._end(job, "succeeded")
+
+    async def _sample(self, job: LiveJob, plan: Plan, media: Media) -> None:
         await self._emit(job, PhaseChange, phase="encode", chunk_index=-1)
         num_chunks = len(plan.chunks)
         for index in range(num_chunks):
@@ -256,17 +296,34 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
             )  # fmt: skip
         await self._emit(job, PhaseChange, phase="finish", chunk_index=-1)
         await self._emit(job, JobWarning, reason="AUDIO_CLIPPED", message="3 audio samples are at full scale")
-        sha256 = hashlib.sha256(media.stream).hexdigest()
-        job.artifacts = tuple(
-            Artifact(name, "video/mp4", len(media.stream), sha256, f"jobs/{job.job_id}/{name}")
-            for name in plan.artifacts
-            if self.has_stream
-        )
-        await self._emit(
-            job, Completed, artifacts=job.artifacts, latents_sha256="ab" * 32,
-            audio_health=AudioHealth(0.1, 1.0, 0.0, 3, 1.0), timings=Timings(0.9, 3.2, 3.6, job.num_frames - 22),
-        )  # fmt: skip
-        await self._end(job, "succeeded")
+        if self.has_stream:
+            self._keep(job, *plan.artifacts, "latents.safetensors")
+
+    async def _refine(self, job: LiveJob, plan: Plan, spec: RefineSpec) -> None:
+        if job.source_job_id and self.refine_failure:
+            await self._end(job, "failed", GenerationError(self.refine_failure, job_id=job.job_id))
+            return
+        for event in refinement_events(plan, spec, EventMaker(job.job_id), plan.clip.num_frames):
+            while getattr(event, "step", 0) > self.refine_steps_allowed:
+                self._allowed.clear()
+                await self._allowed.wait()
+            await asyncio.sleep(self.step_s if hasattr(event, "step") else 0)
+            if job.state != "running":
+                return
+            fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+            for name in ("seq", "job_id", "media_time_ticks"):
+                del fields[name]
+            if self.refine_failure and isinstance(event, RefinedInitSegment):
+                await self._emit(job, RefineFailed, reason="OUT_OF_MEMORY", message=self.refine_failure)
+                return
+            await self._emit(job, type(event), **fields)
+        self._keep(job, "refined.mp4", "refined.flac")
+
+    def _keep(self, job: LiveJob, *names: str) -> None:
+        for name in names:
+            data = self.media_of(job.job_id, name).stream
+            sha256 = hashlib.sha256(data).hexdigest()
+            job.artifacts += (Artifact(name, "video/mp4", len(data), sha256, f"jobs/{job.job_id}/{name}"),)
 
     def _job(self, job_id: str) -> LiveJob:
         if job_id not in self.jobs:
@@ -282,7 +339,10 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
             num_frames_emitted=job.num_frames,
             create_time=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         )
-        return codec.job_to_proto(replace(value, artifacts=job.artifacts, removed_artifacts=(REMOVED,)))
+        removed = () if job.source_job_id else (REMOVED,)
+        return codec.job_to_proto(
+            replace(value, artifacts=job.artifacts, removed_artifacts=removed, source_job_id=job.source_job_id)
+        )
 
 
 @asynccontextmanager

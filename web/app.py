@@ -3,10 +3,11 @@
     GET    /                             the page
     GET    /api/info                     the server's versions, limits, defaults and adapters
     POST   /api/jobs                     makes a clip: a JSON object with the fields of GenerateRequest; 201 {"job_id"}
+    POST   /api/jobs/ID/refine           refines its sound: a JSON object with the fields of RefineSpec; 201 {"job_id"}
     GET    /api/jobs/ID                  what is known of a job
     DELETE /api/jobs/ID                  cancels it
     GET    /api/jobs/ID/events           its events as Server-Sent Events, without media bytes; Last-Event-ID resumes
-    GET    /api/jobs/ID/media/SEQ.mp4    the media bytes of one event: the init segment or a fragment
+    GET    /api/jobs/ID/media/SEQ.mp4    the media bytes of one event: of the stream, or of the refined rendition
     GET    /api/jobs/ID/stream.mp4       the whole stream from its start, as it comes
     GET    /api/jobs/ID/hls/index.m3u8   the stream as an HLS event playlist
     GET    /api/jobs/ID/artifacts/NAME   an artifact; Range works
@@ -36,7 +37,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from h3stream.errors import GenerationError, JobNotFoundError, NotReadyError
 from web.playlist import ENDED_STATES, MediaIndexes
 from web.upstream import Upstream
-from web.wire import byte_range, error_json, http_status, parse_request, server_sent_event, sse_message, to_json
+from web.wire import (
+    byte_range,
+    error_json,
+    http_status,
+    parse_refinement,
+    parse_request,
+    server_sent_event,
+    sse_message,
+    to_json,
+)
 
 log = logging.getLogger("web")
 
@@ -77,6 +87,7 @@ def make_app(server: str, *, any_host: bool) -> ASGIApp:
     routes = [
         Route("/api/info", gateway.info),
         Route("/api/jobs", gateway.create, methods=["POST"]),
+        Route(f"{job}/refine", gateway.refine, methods=["POST"]),
         Route(job, gateway.job, methods=["GET"]),
         Route(job, gateway.cancel, methods=["DELETE"]),
         Route(f"{job}/events", gateway.events),
@@ -111,15 +122,14 @@ class Gateway:
 
     async def create(self, request: Request) -> Response:
         """Starts a job, which goes on by itself."""
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            # Also keeps forms of other sites out: a browser asks before it sends this type across origins.
-            raise HTTPException(415, "the body must be application/json")
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        async with self._upstream.generate(parse_request(body)) as events:
+        async with self._upstream.generate(parse_request(await _json_body(request))) as events:
+            accepted = await anext(events)
+        return _json({"job_id": accepted.job_id}, 201)
+
+    async def refine(self, request: Request) -> Response:
+        """Starts a job that refines the sound of another, which has ended."""
+        spec = parse_refinement(await _json_body(request))
+        async with self._upstream.refine(request.path_params["job_id"], spec) as events:
             accepted = await anext(events)
         return _json({"job_id": accepted.job_id}, 201)
 
@@ -166,8 +176,8 @@ class Gateway:
         if seq < job.num_events:
             async with self._upstream.follow(job_id, seq) as events:
                 async for event in events:
-                    if event.media:
-                        return Response(event.media, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
+                    if data := event.media or event.refined_media:
+                        return Response(data, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
                     break
         raise HTTPException(404, f"job {job_id} has no media at event {seq}")
 
@@ -283,6 +293,18 @@ def _is_own_name(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return name == "localhost"
+
+
+async def _json_body(request: Request) -> bytes:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        # Also keeps forms of other sites out: a browser asks before it sends this type across origins.
+        raise HTTPException(415, "the body must be application/json")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    return body
 
 
 async def _on_generation_error(request: Request, error: Exception) -> Response:

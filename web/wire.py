@@ -14,12 +14,22 @@ from h3stream.adapters import AdapterChoice
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Event, Preview
 from h3stream.fields import invalid_request
+from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from h3stream.request import GenerateRequest, PreviewSpec
 
 REQUEST_FIELDS = tuple(
     field.name for field in dataclasses.fields(GenerateRequest) if field.name != "cancel_on_disconnect"
 )
 """What a request may hold. The page's job outlives every connection, so it cannot ask for the opposite."""
+REFINE_FIELDS = tuple(field.name for field in dataclasses.fields(RefineSpec))
+
+_OBJECTS: dict[str, type[Any]] = {
+    "adapters": AdapterChoice,
+    "preview": PreviewSpec,
+    "audio_range": TimeRange,
+    "cache": FrozenCacheSpec,
+}
+"""Fields that are objects, or arrays of them, with the class that each is of."""
 
 _STATUS: tuple[tuple[type[GenerationError], int], ...] = (
     (errors.InvalidRequestError, 400),
@@ -53,29 +63,18 @@ def parse_request(body: bytes) -> GenerateRequest:
 
     Raises InvalidRequestError, with one violation per field, also for names that do not exist.
     """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        raise invalid_request([FieldViolation("body", "the body is no JSON; it must be a JSON object")]) from None
-    if not isinstance(fields, dict):
-        raise invalid_request([FieldViolation("body", "the body is no JSON object; it must be one")])
-    violations = [
-        FieldViolation(name[:80], f"there is no field {name[:80]!r}; fields are {', '.join(REQUEST_FIELDS)}")
-        for name in fields
-        if name not in REQUEST_FIELDS
-    ]
+    fields = _json_object(body)
+    violations = _unknown_fields(fields, REQUEST_FIELDS)
     if "prompt" not in fields:
         violations.append(FieldViolation("prompt", "prompt is missing; it must be a string"))
-    given = {name: value for name, value in fields.items() if name in REQUEST_FIELDS}
-    for name, cls in (("adapters", AdapterChoice), ("preview", PreviewSpec)):
+    given = _objects({name: value for name, value in fields.items() if name in REQUEST_FIELDS}, violations)
+    if isinstance(given.get("refine_audio"), dict):
         try:
-            if given.get(name) is not None:
-                value = given[name]
-                given[name] = tuple(cls(**item) for item in value) if name == "adapters" else cls(**value)
-        except TypeError:
-            members = ", ".join(field.name for field in dataclasses.fields(cls))
-            shape = f"an array of objects with {members}" if name == "adapters" else f"an object with {members}"
-            violations.append(FieldViolation(name, f"{name} is {given.pop(name)!r:.80}; it must be {shape}"))
+            given["refine_audio"] = _refine_spec(given["refine_audio"])
+        except InvalidRequestError as error:
+            del given["refine_audio"]
+            prefix = "refine_audio."
+            violations += (FieldViolation(prefix + v.field, prefix + v.description, v.reason) for v in error.violations)
     try:
         request = GenerateRequest(**{"prompt": "", **given})
     except InvalidRequestError as error:
@@ -83,6 +82,59 @@ def parse_request(body: bytes) -> GenerateRequest:
     if violations:
         raise invalid_request(violations)
     return request
+
+
+def parse_refinement(body: bytes) -> RefineSpec:
+    """The refinement that a JSON object states; names and values are those of `RefineSpec`.
+
+    Raises InvalidRequestError, with one violation per field, also for names that do not exist.
+    """
+    return _refine_spec(_json_object(body))
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        raise invalid_request([FieldViolation("body", "the body is no JSON; it must be a JSON object")]) from None
+    if not isinstance(fields, dict):
+        raise invalid_request([FieldViolation("body", "the body is no JSON object; it must be one")])
+    return fields
+
+
+def _refine_spec(fields: dict[str, Any]) -> RefineSpec:
+    violations = _unknown_fields(fields, REFINE_FIELDS)
+    given = _objects({name: value for name, value in fields.items() if name in REFINE_FIELDS}, violations)
+    try:
+        spec = RefineSpec(**given)
+    except InvalidRequestError as error:
+        raise invalid_request([*violations, *error.violations]) from None
+    if violations:
+        raise invalid_request(violations)
+    return spec
+
+
+def _unknown_fields(fields: dict[str, Any], known: tuple[str, ...]) -> list[FieldViolation]:
+    return [
+        FieldViolation(name[:80], f"there is no field {name[:80]!r}; fields are {', '.join(known)}")
+        for name in fields
+        if name not in known
+    ]
+
+
+def _objects(given: dict[str, Any], violations: list[FieldViolation]) -> dict[str, Any]:
+    """The fields with objects made of what stands for them; what stands for none is left out and told."""
+    made = dict(given)
+    for name, value in given.items():
+        if (cls := _OBJECTS.get(name)) is None or value is None:
+            continue
+        try:
+            made[name] = tuple(cls(**item) for item in value) if name == "adapters" else cls(**value)
+        except TypeError:
+            members = ", ".join(field.name for field in dataclasses.fields(cls))
+            shape = f"an array of objects with {members}" if name == "adapters" else f"an object with {members}"
+            violations.append(FieldViolation(name, f"{name} is {made.pop(name)!r:.80}; it must be {shape}"))
+    return made
 
 
 def to_json(value: Any) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 import av
 import pytest
 
+from h3stream.adapters import AdapterChoice
 from h3stream.errors import OverloadedError
+from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from tests.web_service import LiveService, make_media, running_gateway, serve_live
 
 CLIP = {"prompt": "a fox", "num_frames": 39, "width": 64, "height": 64}
@@ -212,7 +214,7 @@ async def test_artifacts_are_sent_whole_and_in_part(http_call: Http) -> None:
     assert (status, head["Content-Length"], data) == (200, str(size), b"")
     status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/nothing.mp4")
     assert status == 404
-    status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/latents.safetensors")
+    status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/audio.flac")
     assert status == 410
     assert "older than 7 days" in answer["error"]["message"]
 
@@ -304,3 +306,60 @@ async def test_beyond_loopback_only_when_told_so() -> None:
     _, said = await process.communicate()
     assert process.returncode == 1
     assert b"set insecure" in said
+
+
+async def test_a_sound_is_refined_behind_its_clip(http_call: Http, service: LiveService) -> None:
+    wish = {"steps": 3, "audio_range": {"start_s": 0.5, "end_s": 1}, "cache": {"precision": "fp8"}}
+    job_id = await http_call.create(refine_audio={**wish, "adapters": [{"name": "style", "strength": 0.5}]})
+    spec = service.jobs[job_id].request.refine_audio
+    assert spec == RefineSpec(
+        steps=3, audio_range=TimeRange(0.5, 1), cache=FrozenCacheSpec(precision="fp8"),
+        adapters=(AdapterChoice("style", 0.5),),
+    )  # fmt: skip
+    told = messages((await http_call("GET", f"/api/jobs/{job_id}/events"))[2])
+    names = [message["event"] for message in told]
+    assert [name for name in names if name.startswith("refine")] == [
+        "refine_started", *["refine_progress"] * 3, "refined_init_segment", "refined_fragment", "refined_audio",
+    ]  # fmt: skip
+    refined = [message for message in told if message["event"] in ("refined_init_segment", "refined_fragment")]
+    assert all("data" not in message["data"] for message in refined)
+    pieces = [(await http_call("GET", f"/api/jobs/{job_id}/media/{message['id']}.mp4"))[2] for message in refined]
+    assert pieces == [b"refined init", b"refined" * 100]
+    audio = next(message["data"] for message in told if message["event"] == "refined_audio")
+    assert audio["audio_health"]["std"] > audio["audio_health_before"]["std"]
+    # The stream is the clip's alone.
+    assert (await http_call("GET", f"/api/jobs/{job_id}/stream.mp4"))[2] == make_media(39, 64, 64).stream
+    assert "refined" not in (await http_call("GET", f"/api/jobs/{job_id}/hls/index.m3u8"))[2].decode()
+
+
+async def test_the_sound_of_a_job_is_refined_as_a_job_of_its_own(http_call: Http, service: LiveService) -> None:
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    status, answer = await http_call.json("POST", f"/api/jobs/{job_id}/refine", {"steps": 2, "audio_denoise": 0.3})
+    assert status == 201, answer
+    refined = answer["job_id"]
+    assert service.jobs[refined].request.refine_audio == RefineSpec(steps=2, audio_denoise=0.3)
+    told = messages((await http_call("GET", f"/api/jobs/{refined}/events"))[2])
+    assert (told[0]["event"], told[-1]["data"]["state"]) == ("accepted", "succeeded")
+    _, job = await http_call.json("GET", f"/api/jobs/{refined}")
+    assert (job["source_job_id"], [a["name"] for a in job["artifacts"]]) == (job_id, ["refined.mp4", "refined.flac"])
+    _, _, data = await http_call("GET", f"/api/jobs/{refined}/artifacts/refined.mp4")
+    assert data == make_media(39, 64, 64, 0.2).stream
+
+
+async def test_a_refinement_that_cannot_be_is_refused_field_by_field(http_call: Http) -> None:
+    job_id = await http_call.create()
+    wish = {"steps": 0.5, "step": 4, "cache": {"kind": "kv"}, "audio_range": [3, 5], "adapters": "style"}
+    status, answer = await http_call.json("POST", f"/api/jobs/{job_id}/refine", wish)
+    assert status == 400
+    fields = [violation["field"] for violation in answer["error"]["violations"]]
+    assert sorted(fields) == ["adapters", "audio_range", "cache", "step", "steps"]
+    status, answer = await http_call.json("POST", "/api/jobs", {**CLIP, "refine_audio": wish})
+    assert status == 400
+    assert [v["field"] for v in answer["error"]["violations"]] == [f"refine_audio.{field}" for field in fields]
+    for wrong in (True, [], "yes"):
+        status, answer = await http_call.json("POST", "/api/jobs", {**CLIP, "refine_audio": wrong})
+        assert (status, answer["error"]["violations"][0]["field"]) == (400, "refine_audio")
+    for path, body, expected in (("job-9/refine", {}, 404), (f"{job_id}/refine", [], 400), ("job-9/refine", b"", 415)):
+        headers = {"Content_Type": "text/plain"} if expected == 415 else {}
+        assert (await http_call("POST", f"/api/jobs/{path}", body, **headers))[0] == expected
