@@ -23,7 +23,7 @@ from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.model import H3Dit, finish_forward
 from services.dit.noise import dense_noise
 from services.dit.refine.masks import MaskedStreams, Masks, StreamMask, denoised, renoised
-from services.dit.rows import ChunkLatents, middle_frame
+from services.dit.rows import ChunkLatents, middle_frame, on_device
 
 Grid = tuple[tuple[float, float], ...]
 """Noise levels of video and audio, falling to (0, 0)."""
@@ -57,10 +57,11 @@ class DenseSampler:
         assert start is not None or masks is None, "a mask needs latents that its frozen parts keep"
         self.clip = clip
         self.num_done = 0
-        noise = noise or dense_noise(clip, device)
+        noise = dense_noise(clip, device) if noise is None else on_device(noise, device)
+        start = None if start is None else on_device(start, device)
         self._sigmas = sigmas or clip_sigmas(clip)
-        self._streams = MaskedStreams(masks or Masks(), start or noise, noise)
-        self.latents = noise if start is None else self._renoised(start, noise)
+        self._streams = MaskedStreams(masks or Masks(), noise if start is None else start, noise)
+        self.latents = self._start(start, noise)
         self._next = ChunkLatents(
             torch.empty_like(self.latents.video) if self._streams.moves_video else self.latents.video,
             torch.empty_like(self.latents.audio),
@@ -103,12 +104,14 @@ class DenseSampler:
         self.latents, self._next = self._next, self.latents
         self.num_done += 1
 
-    def _renoised(self, start: ChunkLatents, noise: ChunkLatents) -> ChunkLatents:
-        """What a clip of latents starts from; a frozen video stays the tensor that it is."""
+    def _start(self, clean: ChunkLatents | None, noise: ChunkLatents) -> ChunkLatents:
+        """What the steps, which overwrite it, start from; a frozen video stays the tensor that it is."""
+        if clean is None:
+            return ChunkLatents(noise.video.clone(), noise.audio.clone())
         video, audio = self._sigmas[0]
         return ChunkLatents(
-            renoised(start.video, noise.video, video) if self._streams.moves_video else start.video,
-            renoised(start.audio, noise.audio, audio),
+            renoised(clean.video, noise.video, video) if self._streams.moves_video else clean.video,
+            renoised(clean.audio, noise.audio, audio),
         )
 
     def middle_estimate(self) -> Tensor:
@@ -128,6 +131,7 @@ class DenseSession:
     def __init__(self, sampler: DenseSampler) -> None:
         self.clip = sampler.clip
         self.num_noise_forwards = 0
+        self._num_steps = sampler.num_steps
         self._chunks = chunk_table(sampler.clip.num_frames)
         self._sampler: DenseSampler | None = sampler
         self._latents: ChunkLatents | None = None
@@ -143,14 +147,14 @@ class DenseSession:
         return self._sampler.middle_estimate()
 
     def sample(self, on_step: Callable[[int], None], cancelled: Cancelled) -> None:
-        """Samples the clip in `clip.steps` forwards; does nothing if it is there.
+        """Samples the clip in its forwards; does nothing if it is there.
 
         on_step: told the number of forwards done, after each.  cancelled: polled around every forward; VerbCancelled is
         raised if it is true. A clip that was cancelled or failed goes on from the last forward done, to the same clip.
         """
         if self._sampler is None:
             return
-        while self.num_noise_forwards < self.clip.steps:
+        while self.num_noise_forwards < self._num_steps:
             poll(cancelled)
             self._sampler.step()
             self.num_noise_forwards = self._sampler.num_done

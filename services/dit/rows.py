@@ -40,6 +40,11 @@ class ChunkLatents:
         )
 
 
+def on_device(latents: ChunkLatents, device: torch.device) -> ChunkLatents:
+    """The same on a device: the very tensors where they are there."""
+    return ChunkLatents(latents.video.to(device), latents.audio.to(device))
+
+
 def middle_frame(latents: ChunkLatents) -> Tensor:
     """The latent frame in the middle of the video, `[24, H, W]`: a view."""
     return latents.video[0, :, latents.video.shape[2] // 2]

@@ -13,6 +13,7 @@ import torch
 from core.refine import refine_sigmas
 from services.dit.model import H3Dit
 from services.dit.refine.masks import renoised
+from services.dit.rows import dense_position_ids, keyframe_position_ids
 from tests import refine_vectors
 
 EXACT, CACHED = 1e-5, 2e-4
@@ -99,7 +100,6 @@ def test_the_velocities_of_a_pass_are_the_recorded_ones(name):
         refiner.step()
         velocity = (refiner.latents.audio.double() - before) / (sigmas[step + 1] - sigmas[step])
         expected = refine_vectors.tensors("velocities")[f"{name}.velocity.{step}"]
-        # Taken back from the step, whose own rounding is several times as large beside a short interval.
         assert refine_vectors.relative_l2(velocity, expected) <= bound
 
 
@@ -111,6 +111,9 @@ def test_rows_lie_where_the_vectors_have_them(name):
     model = H3Dit(refine_vectors.transformer())
     ours = model.dense_layout(22, refine_vectors.text()[1], 4, 4, frames)
     theirs = model._rotary(expected)
+    positions = dense_position_ids(22, 9, 4, 4)
+    cond = [keyframe_position_ids(frame, 9, 4, 4) for frame in frames]
+    assert (torch.cat((positions[:9], *cond, positions[9:])) - expected).abs().max() <= 1e-9
     assert ours.num_rows == layout["rows"]
     assert [0, ours.num_text_rows] == layout["spans"]["text"]
     assert [ours.num_text_rows, ours.audio_start] == layout["spans"]["cond"]

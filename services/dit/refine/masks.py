@@ -92,7 +92,7 @@ def audio_range_mask(num_frames: int, start_s: float, end_s: float) -> Tensor:
     mask = torch.zeros(AUDIO_CHANNELS, num_latents)
     start = math.floor(start_s * AUDIO_LATENTS_PER_SECOND + _EDGE)
     stop = math.ceil(end_s * AUDIO_LATENTS_PER_SECOND - _EDGE)
-    mask[:, start:stop] = 1
+    mask[:, start : max(stop, start + 1)] = 1
     return mask
 
 
@@ -146,8 +146,10 @@ class MaskedStreams:
     def __init__(self, masks: Masks, latents: ChunkLatents, noise: ChunkLatents) -> None:
         """latents: what the frozen parts keep, on the device.  noise: what a frozen video is augmented with.
 
-        Raises InvalidRequestError for a mask of another shape than its stream's.
+        Raises InvalidRequestError for a mask of another shape than its stream's, and for what are not the latents of
+        one clip.
         """
+        _check_latents(latents)
         self.video = None if masks.video is None else _video_stream(masks.video, masks.injection, latents, noise)
         self.audio = None if masks.audio is None else _audio_stream(masks.audio, latents)
 
@@ -217,6 +219,15 @@ def _audio_stream(mask: Tensor, latents: ChunkLatents) -> StreamMask:
 
 def _rounded_up(mask: Tensor) -> Tensor:
     return (mask * LEVELS).ceil() / LEVELS
+
+
+def _check_latents(latents: ChunkLatents) -> None:
+    for name, tensor, num_axes in (("video", latents.video, 5), ("audio", latents.audio, 4)):
+        if tensor.ndim != num_axes or len(tensor) != 1:
+            raise InvalidRequestError(
+                f"latents of the {name} have shape {list(tensor.shape)}; they must have {num_axes} axes, the first of "
+                "length 1"
+            )
 
 
 def _check_shape(name: str, mask: Tensor, latents: Tensor) -> None:

@@ -31,7 +31,7 @@ from services.dit.noise import refine_noise
 from services.dit.refine.frozen_cache import CacheRows, FrozenCache, RowSplit, cache_buffers, gather_spans
 from services.dit.refine.masks import MaskedStreams, Masks, audio_range_mask, renoised, uniform_video_mask
 from services.dit.refine.samplers import SAMPLERS, Streams
-from services.dit.rows import ChunkLatents, video_rows
+from services.dit.rows import ChunkLatents, on_device, video_rows
 
 NOT_FINITE = "the sound of the build was not finite, so the cache was discarded and the step run exactly"
 
@@ -87,12 +87,11 @@ class StepReport:
     def note(self, mode: StepMode, reason: str) -> None:
         """A forward has run."""
         self.num_forwards += 1
-        if _WEIGHT[mode] > _WEIGHT[self.mode] or self.num_forwards == 1:
-            self.mode = mode
+        self.mode = max(self.mode, mode, key=_PRECEDENCE.index)
         self.reason = self.reason or reason
 
 
-_WEIGHT: dict[StepMode, int] = {"exact": 0, "cached": 1, "build": 2}
+_PRECEDENCE: tuple[StepMode, ...] = ("exact", "cached", "build")
 
 
 class Refiner:
@@ -131,8 +130,9 @@ class Refiner:
         self._sigmas = refine_sigmas(spec.steps, spec.audio_denoise, clip.video_shift, clip.audio_shift, spec.scheduler)
         masks = masks or spec_masks(clip, spec)
         self._exact_reason = masks.closed_reason or exact_reason
-        noise = noise or refine_noise(clip.seed if spec.seed is None else spec.seed, clip, device)
-        clean = ChunkLatents(latents.video.to(device), latents.audio.to(device))
+        if noise is None:
+            noise = refine_noise(clip.seed if spec.seed is None else spec.seed, clip, device)
+        clean, noise = on_device(latents, device), on_device(noise, device)
         self._masked = MaskedStreams(masks, clean, noise)
         self._keyframes = None if keyframes is None else keyframes.rows.to(device)
         self._modulations = Modulations(model.transformer)
@@ -177,6 +177,14 @@ class Refiner:
         report.cache_bytes = sum(cache.num_bytes for cache in caches)
         report.outside_s = time.perf_counter() - began - report.block_s
         return report
+
+    def give_up_caches(self, reason: str) -> None:
+        """Frees the caches; the steps to come are exact, and tell the reason."""
+        for branch in self._branches:
+            if branch.cache is not None:
+                branch.cache.free()
+            branch.cache = branch.cache_rows = None
+        self._exact_reason = reason
 
     def _audio_sigmas(self) -> tuple[tuple[float], ...]:
         return tuple((audio,) for _, audio in self._sigmas)
@@ -240,6 +248,8 @@ class Refiner:
             else:
                 velocity = self._cached(branch, cache, rows, forward, report)
         if not torch.isfinite(velocity[-1]).all():
+            if cache is not None:
+                cache.free()
             raise PhaseError("the model's answer for the sound is not finite")
         return velocity
 
