@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from core.geometry import FPS
+from core.geometry import AUDIO_LATENTS_PER_SECOND, FPS
 from core.request import (
     MAX_SEED,
     MAX_STEPS,
@@ -37,6 +37,8 @@ MAX_REFRESH_INTERVAL = 100
 MAX_VRAM_MARGIN_GB = 64.0
 TABLE_SIZE = 1000
 """Noise levels that the `simple` scheduler picks from."""
+NEAR_NAME = 0.4
+"""How alike a name must be to be told as the nearest: enough for "euler_ancestral" to be told "euler"."""
 
 
 class RangeValues(Protocol):
@@ -138,8 +140,7 @@ def refine_violations(spec: RefineValues, num_frames: int, prefix: str) -> list[
 
 
 def _violations(spec: RefineValues, num_frames: int) -> Iterator[Violation]:
-    yield from integer_violations("steps", spec.steps, MIN_STEPS, MAX_STEPS)
-    yield from range_violations("audio_denoise", spec.audio_denoise, MIN_DENOISE, 1.0)
+    yield from _schedule_violations(spec)
     yield from range_violations("video_denoise", spec.video_denoise, 0.0, 1.0)
     yield from _sampler_violations(spec.sampler)
     yield from _name_violations("scheduler", spec.scheduler, SCHEDULERS)
@@ -167,6 +168,21 @@ def _violations(spec: RefineValues, num_frames: int) -> Iterator[Violation]:
         yield Violation("cache.backend", description, "SHARED_IN_VRAM")
 
 
+def _schedule_violations(spec: RefineValues) -> Iterator[Violation]:
+    steps = integer_violations("steps", spec.steps, MIN_STEPS, MAX_STEPS)
+    denoise = range_violations("audio_denoise", spec.audio_denoise, MIN_DENOISE, 1.0)
+    yield from (*steps, *denoise)
+    if steps or denoise or spec.scheduler != "simple":
+        return
+    length = schedule_length(spec.steps, spec.audio_denoise)
+    if length > TABLE_SIZE:
+        description = (
+            f"audio_denoise is {spec.audio_denoise:g}: its {spec.steps} steps lie on {length} levels, and simple picks "
+            f"from a table of {TABLE_SIZE}; the nearest valid value is {spec.steps / TABLE_SIZE:g}; or choose native"
+        )
+        yield Violation("audio_denoise", description, "TOO_FINE")
+
+
 def _sampler_violations(sampler: str) -> Iterator[Violation]:
     lowered = sampler.lower()
     reason = ""
@@ -176,16 +192,14 @@ def _sampler_violations(sampler: str) -> Iterator[Violation]:
         reason = "it extrapolates in the one sigma that it knows, and video and sound run on two; "
     elif "cfg_pp" in lowered:
         reason = "it steps along the unguided estimate, which has no counterpart where one stream is frozen; "
-    for violation in _name_violations("sampler", sampler, SAMPLERS):
-        head, _, allowed = violation.description.partition("; ")
-        yield Violation("sampler", f"{head}; {reason}{allowed}", violation.reason)
+    yield from _name_violations("sampler", sampler, SAMPLERS, why=reason)
 
 
-def _name_violations(field: str, name: str, allowed: tuple[str, ...]) -> Iterator[Violation]:
+def _name_violations(field: str, name: str, allowed: tuple[str, ...], *, why: str = "") -> Iterator[Violation]:
     if name not in allowed:
-        nearest = difflib.get_close_matches(name, allowed, n=1)
+        nearest = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=NEAR_NAME)
         hint = f"the nearest is {nearest[0]}; " if nearest else ""
-        yield Violation(field, f"{field} is {name!r}; {hint}there are {', '.join(allowed)}", "UNKNOWN_VALUE")
+        yield Violation(field, f"{field} is {name!r}; {why}{hint}there are {', '.join(allowed)}", "UNKNOWN_VALUE")
 
 
 def _negative_prompt_violations(spec: RefineValues) -> Iterator[Violation]:
@@ -209,14 +223,20 @@ def _negative_prompt_violations(spec: RefineValues) -> Iterator[Violation]:
 
 def _audio_range_violations(span: RangeValues, duration_s: float) -> Iterator[Violation]:
     """A span that reaches beyond the clip is refused, not cut."""
+    one_latent_s = 1 / AUDIO_LATENTS_PER_SECOND
     if not 0 <= span.start_s < duration_s:
+        nearest = duration_s - one_latent_s if span.start_s > 0 else 0
         description = (
             f"audio_range.start_s is {span.start_s:g}; it must be at least 0 and before the clip's end at "
-            f"{duration_s:.3f}"
+            f"{duration_s:.3f}; the nearest valid value is {nearest:.3f}"
         )
         yield Violation("audio_range.start_s", description, "OUT_OF_RANGE")
     elif not span.start_s < span.end_s:
-        description = f"audio_range.end_s is {span.end_s:g}; it must lie after its start at {span.start_s:g}"
+        nearest = min(span.start_s + one_latent_s, duration_s)
+        description = (
+            f"audio_range.end_s is {span.end_s:g}; it must lie after its start at {span.start_s:g}; the nearest valid "
+            f"value is {nearest:.3f}"
+        )
         yield Violation("audio_range.end_s", description, "OUT_OF_RANGE")
     if span.end_s > duration_s + 0.5 / 1000:  # whoever writes the clip's length with three digits means its end
         description = (
