@@ -40,7 +40,7 @@ async def read_end(messages: Messages) -> None:
 def upload_violations(upload: video_pb2.LatentsUpload) -> Iterator[Violation]:
     """What is wrong with an upload, as far as its announcement shows."""
     for violation in prompt_violations(upload.prompt):
-        yield Violation("upload.prompt", f"upload.{violation.description}", violation.reason)
+        yield Violation("upload.prompt", f"upload.prompt: {violation.description}", violation.reason)
     if not 0 < upload.size_bytes <= MAX_FILE_BYTES:
         description = (
             f"upload.size_bytes is {upload.size_bytes}; it must be from 1 to {MAX_FILE_BYTES}, which the longest clip "

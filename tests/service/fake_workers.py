@@ -308,7 +308,8 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             yield message(
                 fragment=types_pb2.Fragment(
                     data=b"sound" + tensors["audio"], fragment_index=index, chunk_index=-1,
-                    start_ticks=index * half * 3, duration_ticks=half * 3, num_samples_total=(index + 1) * half, is_keyframe=True,
+                    start_ticks=index * half * 3, duration_ticks=half * 3, num_samples_total=(index + 1) * half,
+                    is_keyframe=True,
                 )
             )  # fmt: skip
         directory = Path(header.artifact_directory)
