@@ -121,7 +121,7 @@ class FrozenCache:
         self.contents = contents
         self.is_text_live = is_text_live
         self._new_store = new_store
-        self._refresh_interval = refresh_interval
+        self.refresh_interval = refresh_interval
         self._store: Store | None = None
         self._split: RowSplit | None = None
         """Of the store's rows, once a build is complete."""
@@ -157,7 +157,7 @@ class FrozenCache:
         if self._split != split:
             return "build", LAYOUT_CHANGED
         is_new = abs(sigma - self._sigma) > SAME_SIGMA
-        if is_new and 0 < self._refresh_interval <= self._num_cached_steps:
+        if is_new and 0 < self.refresh_interval <= self._num_cached_steps:
             return "build", REFRESH
         return "cached", ""
 
@@ -209,6 +209,11 @@ class FrozenCache:
         if self.is_valid:
             self._split = None
             self._reason = reason
+
+    def park(self) -> None:
+        """Keeps what is stored, and gives back what only its use needs on the device."""
+        if self._store is not None:
+            self._store.park()
 
     def free(self) -> None:
         """Forgets what is stored, a half build too, and gives its memory back. Twice changes nothing."""

@@ -62,6 +62,10 @@ class Records(Protocol):
         """The layer's record on the device, as soon as it is there; the one after it is on its way from here on."""
         ...
 
+    def park(self) -> None:
+        """Gives back what only reading and writing need on the device; they take it again."""
+        ...
+
     def free(self) -> None:
         """Gives everything back."""
         ...
@@ -73,19 +77,21 @@ class HostRecords:
     def __init__(self, layout: RecordLayout, num_layers: int, device: torch.device, pool: HostPool) -> None:
         self.traffic = Traffic()
         self._size, self._num_layers = layout.num_bytes, num_layers
+        self._device = device
         self._lane = CopyLane(device)
-        self._staging = _staging(layout.num_bytes, device)
+        self._staging: list[Tensor] = []
+        self._stage()
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._blocks = pool.take(num_layers * layout.num_bytes)
         self._block_bytes = pool.block_bytes
         self.fallback_reason = pool.fallback_reason if not all(block.is_pinned for block in self._blocks) else ""
-        self.num_device_bytes = 2 * layout.num_bytes
         self.num_host_bytes = sum(block.memory.nbytes for block in self._blocks)
         self._give_back = weakref.finalize(self, _give_back, self._lane, pool, self._blocks)
         self._give_back.atexit = False  # the process's memory goes with it
 
     def slot(self, layer: int) -> Tensor:
         """See `Records.slot`."""
+        self._stage()
         self._lane.wait(self._copied[layer % 2])
         return self._staging[layer % 2]
 
@@ -103,6 +109,7 @@ class HostRecords:
 
     def rewind(self) -> None:
         """See `Records.rewind`."""
+        self._stage()
         self._fetch(0)
 
     def next_record(self, layer: int) -> Tensor:
@@ -111,11 +118,23 @@ class HostRecords:
             self._fetch(layer + 1)
         return self.slot(layer)
 
+    def park(self) -> None:
+        """See `Records.park`."""
+        self._lane.synchronize()
+        self._staging = []
+        self.num_device_bytes = 0
+
     def free(self) -> None:
         """See `Records.free`."""
         self._give_back()
         self._staging = []
         self.num_device_bytes = self.num_host_bytes = 0
+
+    def _stage(self) -> None:
+        """Takes the two records on the device unless they are there."""
+        if not self._staging:
+            self._staging = _staging(self._size, self._device)
+            self.num_device_bytes = 2 * self._size
 
     def _fetch(self, layer: int) -> None:
         # The other record was read last: whatever the computation still has to do with it is behind the mark.
@@ -201,12 +220,13 @@ class DiskRecords:
         self.traffic = Traffic()
         self.fallback_reason = ""
         self._size, self._num_layers = layout.num_bytes, num_layers
+        self._device = device
         self._lane = CopyLane(device)
-        self._staging = _staging(layout.num_bytes, device)
-        self._host = self._staging if device.type == "cpu" else self._host_records(layout.num_bytes, pinned=pinned)
+        self._host = [] if device.type == "cpu" else self._host_records(layout.num_bytes, pinned=pinned)
+        self._staging: list[Tensor] = []
+        self._stage()
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._pending: list[Future[None] | None] = [None, None]
-        self.num_device_bytes = 2 * layout.num_bytes
         self.num_host_bytes = 0 if device.type == "cpu" else 2 * layout.num_bytes
         try:
             directory = ScratchDirectory(parent)
@@ -226,6 +246,7 @@ class DiskRecords:
 
     def slot(self, layer: int) -> Tensor:
         """See `Records.slot`."""
+        self._stage()
         self._await(layer % 2)
         return self._staging[layer % 2]
 
@@ -247,6 +268,7 @@ class DiskRecords:
     def rewind(self) -> None:
         """See `Records.rewind`."""
         self.settle()  # what a pass that was given up had on its way
+        self._stage()
         self._fetch(0)
 
     def next_record(self, layer: int) -> Tensor:
@@ -256,6 +278,14 @@ class DiskRecords:
             self._fetch(layer + 1)
         return record
 
+    def park(self) -> None:
+        """See `Records.park`."""
+        self.settle()
+        self._lane.synchronize()
+        self._host = [] if self._host is self._staging else self._host
+        self._staging = []
+        self.num_device_bytes = 0
+
     def free(self) -> None:
         """See `Records.free`."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -263,6 +293,13 @@ class DiskRecords:
         self._remove()
         self._staging = self._host = []
         self.num_device_bytes = self.num_host_bytes = 0
+
+    def _stage(self) -> None:
+        """Takes the two records on the device unless they are there; on a CPU the files are read into them."""
+        if not self._staging:
+            self._staging = _staging(self._size, self._device)
+            self._host = self._host or self._staging
+            self.num_device_bytes = 2 * self._size
 
     def _host_records(self, num_bytes: int, *, pinned: bool) -> list[Tensor]:
         if pinned:

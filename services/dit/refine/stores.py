@@ -90,6 +90,10 @@ class Store(Protocol):
         """
         ...
 
+    def park(self) -> None:
+        """Gives back what only reading and writing need on the device; the next pass or build takes it again."""
+        ...
+
     def free(self) -> None:
         """Gives all memory and files back. Twice changes nothing."""
         ...
@@ -190,6 +194,12 @@ class RecordStore:
         self._codec.decode(*self._layout.views(record, tensor), out)
         self._read += 1
 
+    def park(self) -> None:
+        """See `Store.park`."""
+        assert not self._is_freed, "park of a store that was freed"
+        self._read = None
+        self._records.park()
+
     def free(self) -> None:
         """See `Store.free`."""
         if not self._is_freed:
@@ -232,6 +242,9 @@ class DeviceRecords:
     def next_record(self, layer: int) -> Tensor:
         """See `Records.next_record`."""
         return self._records[layer]
+
+    def park(self) -> None:
+        """See `Records.park`: these lie on the device for good."""
 
     def free(self) -> None:
         """See `Records.free`."""
