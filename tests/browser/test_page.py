@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from h3stream.refine import RefineSpec
 from tests.browser.chromium import AUTOPLAY, NO_AUTOPLAY, Page, browser
 from tests.web_service import LiveService, running_gateway, serve_live
 
@@ -157,9 +158,9 @@ async def test_a_clip_plays_while_the_rest_is_sampled(opened: Opener, service: L
         assert not await page.run("video.muted")
         await snap(page, "3-playing")
         service.allow(99)
-        await page.until(f"{ENDED} && artifacts.childElementCount === 3")
+        await page.until(f"{ENDED} && artifacts.childElementCount === 4")
         names = await page.run("[...artifacts.querySelectorAll('a')].map((link) => link.textContent)")
-        assert names == ["final.mp4", "stream.mp4"]
+        assert names == ["final.mp4", "stream.mp4", "latents.safetensors"]
         # Played to the end, the clip is the finished file and nothing of the stream is left.
         await page.until("video.currentSrc.endsWith('/artifacts/final.mp4') && video.readyState > 0")
         assert await page.run("video.duration") == pytest.approx(73 / 24, abs=0.05)
@@ -220,7 +221,7 @@ async def test_a_reload_finds_the_clip_again(opened: Opener, service: LiveServic
         await page.until(ENDED)
         await page.run("window.isOld = true")
         await page.call("Page.reload")
-        await page.until(f"!window.isOld && {ENDED} && artifacts.childElementCount === 3")
+        await page.until(f"!window.isOld && {ENDED} && artifacts.childElementCount === 4")
         assert await page.run("cancel.hidden && !generate.disabled")
 
 
@@ -244,7 +245,96 @@ async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: L
             await asyncio.sleep(0.01)
         service.allow(99)
         await start(page, 22)  # and the next clip plays
-        await page.until(f"{ENDED} && artifacts.childElementCount === 3")
+        await page.until(f"{ENDED} && artifacts.childElementCount === 4")
+
+
+LEVEL = 0.1 / 0.12
+"""How much the refined sound of the fake is turned down to be as loud as the streamed one."""
+
+
+async def test_a_finished_clip_s_sound_is_refined_and_both_can_be_heard(opened: Opener, service: LiveService) -> None:
+    service.refine_steps_allowed = 2
+    async with opened() as page:
+        await page.resize(1280, 1000)
+        await start(page, 39)
+        await page.until(f"{ENDED} && !document.getElementById('refine-offer').hidden")
+        await page.until("video.currentSrc.endsWith('/artifacts/final.mp4') && video.readyState > 0")
+        await page.run("depth.value = '0.3'; document.getElementById('refine').click()")
+        await page.until("document.getElementById('refine-phase').textContent.includes('step 2 of 6')")
+        assert await page.run("document.getElementById('refine-detail').textContent") == "from the cache"
+        assert await page.run("location.hash") == "#job=job-0&refined=job-1"
+        assert service.jobs["job-1"].request.refine_audio == RefineSpec(audio_denoise=0.3)
+        await page.run("video.currentTime = 0.7")
+        await snap(page, "9-refining")
+        service.allow_refining(99)
+        await page.until("!sounds.hidden && refining.hidden")
+        names = "[...artifacts.querySelectorAll('a')].map((link) => link.getAttribute('href'))"
+        assert (await page.run(names))[-2:] == [f"api/jobs/job-1/artifacts/refined.{kind}" for kind in ("mp4", "flac")]
+        # The other sound goes on where the first one was, as loud as that.
+        await page.run("document.querySelector('[name=sound][value=refined]').click()")
+        await page.until("video.currentSrc.endsWith('/job-1/artifacts/refined.mp4') && video.readyState > 1")
+        assert await page.run("video.currentTime") == pytest.approx(0.7, abs=0.05)
+        assert await page.run("video.paused")
+        assert await page.run("video.volume") == pytest.approx(LEVEL, abs=0.01)
+        await snap(page, "10-refined")
+        await page.run("video.volume = 0.5; video.play()")
+        await page.until("video.currentTime > 0.9")
+        await page.run("document.querySelector('[name=sound][value=streamed]').click()")
+        await page.until("video.currentSrc.endsWith('/artifacts/final.mp4') && video.currentTime > 0.9")
+        assert not await page.run("video.paused && !video.ended")
+        assert await page.run("video.volume") == pytest.approx(0.5 / LEVEL, abs=0.01)
+        # A reload finds both again.
+        await page.run("window.isOld = true")
+        await page.call("Page.reload")
+        await page.until("!window.isOld && !sounds.hidden && refining.hidden")
+        assert len(service.jobs) == 2
+        await page.resize(360, 740)
+        assert await page.run("document.documentElement.scrollWidth <= 360")
+
+
+async def test_a_clip_may_be_refined_at_once_and_plays_meanwhile(opened: Opener, service: LiveService) -> None:
+    service.refine_steps_allowed = 3
+    async with opened() as page:
+        await page.run("refine_audio.checked = true")
+        await start(page)
+        await page.until("document.getElementById('refine-phase').textContent.includes('step 3 of 6')")
+        assert service.jobs["job-0"].state == "running"
+        await page.until("video.currentTime > 0.5")
+        assert await page.run("document.querySelector('#timeline li:last-child').dataset.state") == "active"
+        service.allow_refining(99)
+        await page.until(f"{ENDED} && !sounds.hidden && artifacts.childElementCount === 6")
+        # Also in the middle of the stream, of which nothing is left then.
+        await page.run("video.play(); document.querySelector('[name=sound][value=refined]').click()")
+        await page.until("video.currentSrc.endsWith('/job-0/artifacts/refined.mp4') && video.readyState > 1")
+        assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
+
+
+async def test_a_refinement_that_is_cancelled_leaves_the_clip(opened: Opener, service: LiveService) -> None:
+    service.refine_steps_allowed = 1
+    async with opened() as page:
+        await page.run("refine_audio.checked = true")
+        await start(page, 22)
+        await page.until("document.getElementById('refine-phase').textContent.includes('step 1 of 6')")
+        await page.run("document.getElementById('cancel').click()")
+        await page.until("phase.textContent === 'Cancelled' && artifacts.childElementCount === 4")
+        await page.until("video.currentSrc.endsWith('/artifacts/final.mp4')")
+        assert await page.run("refining.hidden && sounds.hidden && !document.getElementById('refine-offer').hidden")
+        # And once more, as a job of its own, which is cancelled too.
+        await page.run("document.getElementById('refine').click()")
+        at_step_1 = "document.getElementById('refine-phase').textContent.includes('step 1 of 6')"
+        await page.until(f"{at_step_1} && document.getElementById('cancel-refine').offsetHeight > 0")
+        await page.run("document.getElementById('cancel-refine').click()")
+        await page.until("document.getElementById('refine-problem').textContent === 'Cancelled.'")
+        assert service.jobs["job-1"].state == "cancelled"
+        assert await page.run("!document.getElementById('refine-offer').hidden && counts.sources === 0")
+        # What cannot be is told, whichever job it is.
+        service.refine_failure = "the cache needs 9.7 GiB"
+        await page.run("document.getElementById('refine').click()")
+        await page.until("document.getElementById('refine-problem').textContent === 'the cache needs 9.7 GiB'")
+        service.allow_refining(99)
+        await start(page, 22)
+        await page.until(f"{ENDED} && document.getElementById('refine-problem').textContent.includes('9.7 GiB')")
+        await page.until("sounds.hidden && !document.getElementById('refine-offer').hidden")
 
 
 async def test_a_clip_that_is_unknown_is_told(opened: Opener, proxy: Proxy) -> None:

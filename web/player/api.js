@@ -39,9 +39,13 @@ export const serverInfo = () => json("api/info");
 export const getJob = (jobId) => json(jobUrl(jobId), { signal: AbortSignal.timeout(TIMEOUT_MS) });
 export const cancelJob = (jobId) => json(jobUrl(jobId), { method: "DELETE" });
 
-export async function createJob(request) {
+export const createJob = (request) => post("api/jobs", request);
+export const refineJob = (jobId, spec) => post(`${jobUrl(jobId)}/refine`, spec);
+
+// Starts a job; its id.
+async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
-  return (await json("api/jobs", { method: "POST", headers, body: JSON.stringify(request) })).job_id;
+  return (await json(path, { method: "POST", headers, body: JSON.stringify(body) })).job_id;
 }
 
 // The bytes of one event's media: tried again until they are there, the signal is given or they cannot come.

@@ -4,6 +4,7 @@ import { getJob, jobUrl } from "./api.js";
 
 const NAMES = [
   "accepted", "phase_change", "progress", "preview", "init_segment", "fragment", "job_warning", "stream_complete",
+  "refine_started", "refine_progress", "refined_init_segment", "refined_fragment", "refined_audio", "refine_failed",
   "completed", "event",
 ];
 const RETRY_MS = 1000;

@@ -50,6 +50,7 @@ export class Form {
       const strength = box.closest(".choice").querySelector("input[type=number]").value;
       return strength === "" ? { name: box.value } : { name: box.value, strength: Number(strength) };
     });
+    if ($("refine_audio").checked) request.refine_audio = {};
     if (!$("stills").checked) request.preview = { max_side: 0, every_steps: 1 };
     return request;
   }

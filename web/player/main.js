@@ -4,6 +4,7 @@ import { cancelJob, createJob, getJob, jobUrl, pause, serverInfo } from "./api.j
 import { Follower } from "./follow.js";
 import { Form } from "./form.js";
 import { Player } from "./player.js";
+import { refinedUrl, Sound } from "./sound.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
@@ -15,6 +16,7 @@ const PHASES = {
   commit: "Sampling",
   decode: "Decoding",
   finish: "Completing the files",
+  refine: "Refining the sound",
 };
 const ENDINGS = { succeeded: "Done", failed: "Failed", cancelled: "Cancelled" };
 
@@ -32,16 +34,29 @@ let session = null;
 class Session {
   #follower;
   #player;
+  #sound;
   #plan = null;
   #numFragments = 0;
   #hasMoved = false;
+  #isStreamed = false;
+  #refineJobId;
 
-  constructor(jobId) {
+  // refineJobId: the job that refines its sound, if it is not this one.
+  constructor(jobId, refineJobId) {
     this.jobId = jobId;
+    this.#refineJobId = refineJobId;
     show("working");
     this.#player = this.#newPlayer();
+    this.#sound = new Sound($("video"), jobId, {
+      started: (refining) => history.replaceState(null, "", addressOf(jobId, refining)),
+      ended: (refining) => this.#refined(refining),
+      taken: () => this.#release(),
+    });
     this.#follower = new Follower(jobId, {
-      event: (name, data) => this[`on_${name}`]?.(data),
+      event: (name, data) => {
+        this[`on_${name}`]?.(data);
+        if (name.startsWith("refine")) this.#sound.event(name, data);
+      },
       ended: (ending) => this.#end(ending),
       connection: (isThere) => ($("connection").hidden = isThere),
       gone: () => this.#gone(),
@@ -50,11 +65,17 @@ class Session {
 
   close() {
     this.#follower.close();
-    this.#player?.dispose();
-    this.#player = null;
+    this.#sound.close();
+    this.#release();
     for (const id of ["video", "play", "unmute", "waiting", "thumb", "connection", "cancel"]) $(id).hidden = true;
     $("video").controls = false;
     timeline.stop();
+  }
+
+  // Leaves the element to the files.
+  #release() {
+    this.#player?.dispose();
+    this.#player = null;
   }
 
   play() {
@@ -102,8 +123,13 @@ class Session {
   }
 
   on_stream_complete() {
-    this.#player.finish();
+    this.#isStreamed = true;
+    this.#player?.finish();
     $("thumb").hidden = true;
+  }
+
+  on_refine_progress({ step, num_steps }) {
+    timeline.refined(step, num_steps);
   }
 
   on_job_warning(warning) {
@@ -126,7 +152,8 @@ class Session {
     if (["cancel", "stage"].includes(document.activeElement.id)) $("generate").focus({ preventScroll: true });
     $("cancel").hidden = true;
     if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
-    const isWhole = state === "succeeded";
+    if (state !== "succeeded") timeline.stop();
+    const isWhole = state === "succeeded" || this.#isStreamed; // what fails after that is the sound's refinement
     if (!isWhole || this.#numFragments === 0) {
       this.close();
       show("ended");
@@ -136,26 +163,38 @@ class Session {
       if (this.#numFragments > 0) offerPartial(this.jobId);
     }
     if (!isWhole) return;
-    const job = await this.#jobOrNothing();
+    const job = await this.#jobOrNothing(this.jobId);
     if (session !== this) return;
     if (job) offerFiles(job);
     if (this.#numFragments === 0) return;
-    this.#player.finish(); // also where an encoder failed and the stream ended early
-    const whole = job?.artifacts.find(({ name }) => name === "final.mp4");
+    this.#player?.finish(); // also where an encoder failed and the stream ended early
+    const names = job?.artifacts.map(({ name }) => name) ?? [];
+    const hasFinal = names.includes("final.mp4");
+    const url = `${jobUrl(this.jobId)}/${hasFinal ? "artifacts/final.mp4" : "stream.mp4"}`;
+    this.#sound.clip(url, hasFinal, names.includes("latents.safetensors"));
+    if (names.includes("refined.mp4")) this.#sound.refined(refinedUrl(this.jobId));
+    else if (this.#refineJobId) this.#sound.follow(this.#refineJobId);
     // From here on the element can fetch the finished file by itself.
-    this.#player.whenPlayed(() => {
-      this.#player.dispose();
-      this.#player = null;
-      const video = $("video");
-      video.controls = true;
-      video.src = whole ? `${jobUrl(this.jobId)}/artifacts/${whole.name}` : `${jobUrl(this.jobId)}/stream.mp4`;
+    this.#player?.whenPlayed(() => {
+      this.#release();
+      $("video").controls = true;
+      $("video").src = url;
     });
   }
 
-  async #jobOrNothing() {
+  // A job of its own has refined the sound.
+  async #refined(jobId) {
+    const job = await this.#jobOrNothing(jobId);
+    if (session !== this || !job) return;
+    const artifacts = job.artifacts.filter(({ name }) => name.startsWith("refine"));
+    offerFiles({ ...job, artifacts });
+    if (artifacts.some(({ name }) => name === "refined.mp4")) this.#sound.refined(refinedUrl(jobId));
+  }
+
+  async #jobOrNothing(jobId) {
     for (let attempt = 0; attempt < 20; attempt++) {
       try {
-        return await getJob(this.jobId);
+        return await getJob(jobId);
       } catch {
         await pause(1000);
       }
@@ -192,7 +231,7 @@ async function submit() {
   $("generate").disabled = true;
   try {
     const jobId = await createJob(form.request());
-    history.pushState(null, "", `#job=${encodeURIComponent(jobId)}`);
+    history.pushState(null, "", addressOf(jobId));
     attach(jobId);
     $("stage").focus({ preventScroll: true }); // the button that had it is off
     if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
@@ -202,7 +241,7 @@ async function submit() {
   }
 }
 
-function attach(jobId) {
+function attach(jobId, refineJobId = "") {
   session?.close();
   for (const id of ["notices", "artifacts"]) $(id).replaceChildren();
   for (const id of ["problem", "facts", "detail"]) $(id).textContent = "";
@@ -214,7 +253,7 @@ function attach(jobId) {
   $("cancel").disabled = false;
   $("generate").disabled = true;
   say("Connecting", "");
-  session = new Session(jobId);
+  session = new Session(jobId, refineJobId);
 }
 
 // What the screen shows.
@@ -283,8 +322,14 @@ function showMuted() {
   $("unmute").textContent = $("video").muted ? "Unmute" : "Mute";
 }
 
-function jobInAddress() {
-  return new URLSearchParams(location.hash.slice(1)).get("job");
+function jobsInAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  return [given.get("job"), given.get("refined") ?? ""];
+}
+
+function addressOf(jobId, refineJobId = "") {
+  const refined = refineJobId && `&refined=${encodeURIComponent(refineJobId)}`;
+  return `#job=${encodeURIComponent(jobId)}${refined}`;
 }
 
 async function cancel() {
@@ -315,8 +360,8 @@ async function findServer() {
 }
 
 function followAddress() {
-  const jobId = jobInAddress();
-  if (jobId && jobId !== session?.jobId) attach(jobId);
+  const [jobId, refineJobId] = jobsInAddress();
+  if (jobId && jobId !== session?.jobId) attach(jobId, refineJobId);
 }
 
 $("cancel").addEventListener("click", cancel);
@@ -326,7 +371,7 @@ $("video").addEventListener("volumechange", showMuted);
 addEventListener("hashchange", followAddress);
 addEventListener("pagehide", () => session?.close());
 addEventListener("pageshow", ({ persisted }) => {
-  if (persisted && session) attach(session.jobId);
+  if (persisted && session) attach(...jobsInAddress());
 });
 
 followAddress();

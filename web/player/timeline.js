@@ -7,6 +7,7 @@ export class Timeline {
   #text;
   #chunks = [];
   #finish;
+  #sound = null;
   #isDense = false;
 
   constructor(list) {
@@ -24,6 +25,7 @@ export class Timeline {
     this.#text = this.#box("phase", "Text", "Text");
     this.#chunks = plan.chunks.map((_, index) => this.#box("chunk", String(index + 1), `Chunk ${index + 1}`));
     this.#finish = this.#box("phase", "Files", "Files");
+    this.#sound = plan.refine_audio && this.#box("phase", "Sound", "Refined sound");
     this.#list.classList.toggle("crowded", plan.chunks.length > 9);
   }
 
@@ -35,6 +37,14 @@ export class Timeline {
       for (const box of this.#chunks) this.#set(box, "ready");
       this.#set(this.#finish, "active", 0.5);
     }
+    if (phase === "refine") {
+      this.#set(this.#finish, "ready");
+      this.#set(this.#sound, "active", 0);
+    }
+  }
+
+  refined(step, numSteps) {
+    if (this.#sound) this.#set(this.#sound, "active", (0.9 * step) / numSteps);
   }
 
   step(chunkIndex, step, numSteps) {
@@ -48,7 +58,7 @@ export class Timeline {
   }
 
   complete() {
-    for (const box of [this.#text, ...this.#chunks, this.#finish]) this.#set(box, "ready");
+    for (const box of this.#list.children) this.#set(box, "ready");
   }
 
   // Nothing is in progress any more.
