@@ -10,6 +10,7 @@ from core.geometry import (
     num_audio_latents,
     num_video_latents,
 )
+from core.request import ClipValues
 
 FORMAT = "h3stream-latents-1"
 """Says how `video` `[1, 24, T, H, W]` and `audio` `[1, 32, 2, A]` are to be read: float32, normalised, final."""
@@ -18,12 +19,10 @@ TIME_AXES = {"video": 2, "audio": 3}
 """The axis of each tensor that counts latents."""
 
 
-def latent_shapes(num_frames: int, width: int, height: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a clip's latents by their names in the file."""
+def latent_shapes(clip: ClipValues) -> dict[str, tuple[int, ...]]:
+    """Shapes of a valid clip's latents by their names in the file."""
+    size = latent_size(clip.height), latent_size(clip.width)
     return {
-        "video": (
-            *(1, VIDEO_LATENT_CHANNELS, num_video_latents(num_frames)),
-            *(latent_size(height), latent_size(width)),
-        ),
-        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(num_frames)),
+        "video": (1, VIDEO_LATENT_CHANNELS, num_video_latents(clip.num_frames), *size),
+        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(clip.num_frames)),
     }

@@ -20,7 +20,7 @@ from core.artifacts import (
 from core.budget import AAC_BIT_RATE, expected_stream_bytes
 from core.clock import emission_table
 from core.geometry import chunk_table, num_audio_latents, num_samples, num_video_latents
-from core.refine import RefineValues, refine_sigmas, refine_violations
+from core.refine import RefineValues, refine_violations
 from core.request import (
     ADAPTER_NAME,
     MAX_ADAPTERS,
@@ -220,16 +220,9 @@ def _refinement_violations(
     if spec is None:
         return
     # Every strength is filled in by now, which the type of a choice cannot say.
-    found = refine_violations(cast(RefineValues, _completed(spec, clip, registry)), clip.num_frames, prefix)
-    yield from found
+    yield from refine_violations(cast(RefineValues, _completed(spec, clip, registry)), clip.num_frames, prefix)
     for violation in _registry_violations(spec.adapters, registry, is_dense=True):
         yield Violation(f"{prefix}.{violation.field}", f"{prefix}.{violation.description}", violation.reason)
-    if not found and not clip_violations(clip):
-        try:
-            refine_sigmas(spec.steps, spec.audio_denoise, clip.video_shift, clip.audio_shift, spec.scheduler)
-        except ValueError as error:
-            description = f"{prefix}.steps is {spec.steps}: {error}; take fewer steps, or a larger audio_denoise"
-            yield Violation(f"{prefix}.steps", description, "TOO_FINE")
 
 
 def _use(choice: AdapterChoice, registry: Registry, is_dense: bool) -> AdapterUse:

@@ -221,7 +221,7 @@ def _number(about: Mapping[str, str], name: str) -> int:
 
 
 def _tensors(header: Header, clip: ClipSpec) -> Latents:
-    expected = latent_shapes(clip.num_frames, clip.width, clip.height)
+    expected = latent_shapes(clip)
     found = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
     wanted = {name: ("F32", shape) for name, shape in expected.items()}
     if found != wanted:

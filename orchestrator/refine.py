@@ -78,7 +78,7 @@ async def refine(
 
     await enter(job, lane, Phase.REFINE)
     spec = job.plan.refine_audio
-    shapes = latent_shapes(job.clip.num_frames, job.clip.width, job.clip.height)
+    shapes = latent_shapes(job.clip)
     names = {"audio": "audio"}
     if spec.video_denoise > 0:
         names["video"] = "video"

@@ -192,7 +192,7 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         self.script.refine_inputs.append(tensors)
         assert not self.worker.sessions, "the clip's session is still there"
         clip, spec = clip_spec_from_proto(header.clip), header.spec
-        shapes = latent_shapes(clip.num_frames, clip.width, clip.height)
+        shapes = latent_shapes(clip)
         assert tensors.keys() == {*shapes, "context", *(["negative_context"] if spec.cfg != 1 else [])}
         for name, shape in shapes.items():
             assert len(tensors[name]) == math.prod(shape) * 4
@@ -277,7 +277,7 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         """The chunks of a refined clip are cut from whole tensors by the orchestrator."""
         chunk = chunk_table(clip.num_frames)[chunk_index]
         shapes = {r.tensor.name: tuple(r.tensor.shape) for r in requests}
-        whole = latent_shapes(clip.num_frames, clip.width, clip.height)
+        whole = latent_shapes(clip)
         assert shapes["video"] == (*whole["video"][:2], chunk.num_video_latents, *whole["video"][3:])
         assert shapes["audio"] == (*whole["audio"][:3], chunk.num_audio_latents)
 
@@ -359,7 +359,7 @@ def refined_values(data: bytes, shape: tuple[int, ...], seed: int) -> torch.Tens
 
 def latents_file(clip, seed: int | None = None) -> bytes:
     """A file of latents of a clip, whose values count."""
-    shapes = latent_shapes(clip.num_frames, clip.width, clip.height)
+    shapes = latent_shapes(clip)
     about = {name: str(getattr(clip, name)) for name in ("num_frames", "width", "height")}
     seed = clip.seed if seed is None else seed
     values = {name: torch.arange(math.prod(shape)).reshape(shape) + seed % 97 for name, shape in shapes.items()}

@@ -315,7 +315,7 @@ async def test_a_silent_refinement_shows_that_it_lives(service: Service) -> None
         ({"audio_range": {"start_s": 0, "end_s": 9}}, "refine_audio.audio_range.end_s", "at most the clip's length"),
         ({"cache": {"backend": 4}}, "refine_audio.cache.backend", "refine_audio.cache.backend is disk"),
         ({"cfg": 2.0}, "refine_audio.negative_prompt", "at least one word"),
-        ({"steps": 100, "audio_denoise": 0.01}, "refine_audio.steps", "too close together; take fewer steps"),
+        ({"steps": 100, "audio_denoise": 0.05}, "refine_audio.audio_denoise", "the nearest valid value is 0.1"),
     ],
 )
 async def test_a_bad_refinement_is_refused_with_the_request(

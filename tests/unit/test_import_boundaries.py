@@ -68,6 +68,7 @@ ORCHESTRATOR_USES = (
     "services.common",
     "services.checkpoints.adapter_registry",
     "services.checkpoints.components",
+    "services.checkpoints.header",
     "services.checkpoints.model_files",
     *(f"services.{worker}.config" for worker in WORKERS),
 )

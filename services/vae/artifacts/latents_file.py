@@ -16,20 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from core.artifacts import LATENTS, REFINED_LATENTS
-from core.geometry import (
-    AUDIO_CHANNELS,
-    AUDIO_LATENT_CHANNELS,
-    VIDEO_LATENT_CHANNELS,
-    latent_size,
-    num_audio_latents,
-    num_video_latents,
-)
+from core.geometry import num_audio_latents, num_video_latents
+from core.latents_file import FLOAT_BYTES, FORMAT, latent_shapes
 from h3stream.request import ClipSpec
 from services.vae.artifacts.base import Artifact, disk_errors
-
-FORMAT = "h3stream-latents-1"
-"""Says how `video` `[1, 24, T, H, W]` and `audio` `[1, 32, 2, A]` are to be read: float32, normalised, final."""
-_FLOAT_BYTES = 4
 
 
 class LatentsFile(Artifact):
@@ -45,7 +35,7 @@ class LatentsFile(Artifact):
         about = _describe(clip) if about is None else about
         header = _header(shapes, about | ({"refined": "true"} if name == REFINED_LATENTS else {}))
         self._video_start = len(header)
-        self._audio_start = self._video_start + int(np.prod(shapes["video"])) * _FLOAT_BYTES
+        self._audio_start = self._video_start + int(np.prod(shapes["video"])) * FLOAT_BYTES
         self._video_done = self._audio_done = 0
         self._fd = -1
         with disk_errors(name):
@@ -62,7 +52,7 @@ class LatentsFile(Artifact):
 
     def _write_runs(self, rows: npt.NDArray[np.float32], start: int, done: int, total: int) -> None:
         """Writes rows `[channels, t, ...]` behind the `done` of `total` time steps that each channel already has."""
-        step_bytes = rows[0, 0].size * _FLOAT_BYTES
+        step_bytes = rows[0, 0].size * FLOAT_BYTES
         for channel, row in enumerate(rows):
             self._write(row.astype("<f4", copy=False).tobytes(), start + (channel * total + done) * step_bytes)
 
@@ -83,15 +73,6 @@ class LatentsFile(Artifact):
                 os.close(fd)
 
 
-def latent_shapes(clip: ClipSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of a clip's latents by their names in the file."""
-    size = latent_size(clip.height), latent_size(clip.width)
-    return {
-        "video": (1, VIDEO_LATENT_CHANNELS, num_video_latents(clip.num_frames), *size),
-        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, num_audio_latents(clip.num_frames)),
-    }
-
-
 def _describe(clip: ClipSpec) -> dict[str, str]:
     return {
         "format": FORMAT,
@@ -107,7 +88,7 @@ def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, str]) -> 
     content: dict[str, object] = {"__metadata__": about}
     offset = 0
     for name, shape in shapes.items():
-        stop = offset + int(np.prod(shape)) * _FLOAT_BYTES
+        stop = offset + int(np.prod(shape)) * FLOAT_BYTES
         content[name] = {"dtype": "F32", "shape": shape, "data_offsets": (offset, stop)}
         offset = stop
     text = json.dumps(content, separators=(",", ":")).encode()

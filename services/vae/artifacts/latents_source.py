@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from core.latents_file import FLOAT_BYTES, latent_shapes
 from h3stream.errors import CheckpointError, PhaseError
 from h3stream.request import ClipSpec
 from services.checkpoints.header import read_header
-from services.vae.artifacts.latents_file import latent_shapes
-
-_FLOAT_BYTES = 4
 
 
 class LatentsSource:
@@ -41,7 +39,7 @@ class LatentsSource:
         rows = []
         try:
             for channel in range(channels):
-                offset = self._info.start + (channel * total + start) * cells * _FLOAT_BYTES
+                offset = self._info.start + (channel * total + start) * cells * FLOAT_BYTES
                 rows.append(np.fromfile(self._path, "<f4", (stop - start) * cells, offset=offset))
         except OSError as error:
             raise PhaseError(f"{self._path.name} cannot be read: {error.strerror or error}") from error
