@@ -1,5 +1,6 @@
 """The golden vectors of refining a clip's sound: model, inputs and recorded passes."""
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,15 @@ def transformer() -> MiniMaxH3Transformer3DModel:
     weights = load_file(FIXTURES / "model_a.safetensors") | load_file(FIXTURES / "model_b.safetensors")
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return model.requires_grad_(False).eval()
+
+
+@cache
+def half_transformer() -> MiniMaxH3Transformer3DModel:
+    """The same in bfloat16, but for the modules that the published model keeps in float32."""
+    model = copy.deepcopy(transformer()).to(torch.bfloat16)
+    for island in (model.proj_in, model.audio_proj_in, model.proj_out, model.audio_proj_out, model.time_embedder):
+        island.float()
+    return model
 
 
 @cache
@@ -127,20 +137,22 @@ def spec_of(name: str, **values: Any) -> RefineSpec:
 
 
 def refiner(name: str, cache: FrozenCache | None = None, model: Any = None, **values: Any) -> Refiner:
-    """A recorded pass, about to take its first step."""
+    """A recorded pass, about to take its first step; `values` replace arguments of Refiner."""
     model = model or transformer()
-    return Refiner(
-        H3Dit(model),
-        AdapterBank(model, {}),
-        (),
-        CLIP,
-        spec_of(name),
-        latents(),
-        [Branch(*text(), cache)],
-        CPU,
-        **{"noise": noise(), "masks": masks(name)} | values,
-        keyframes=keyframes() if passes()[name]["layout"] == "keyframe" else None,
-    )
+    arguments = {
+        "model": H3Dit(model),
+        "adapters": AdapterBank(model, {}),
+        "mix": (),
+        "clip": CLIP,
+        "spec": spec_of(name),
+        "latents": latents(),
+        "branches": [Branch(*text(), cache)],
+        "device": CPU,
+        "noise": noise(),
+        "masks": masks(name),
+        "keyframes": keyframes() if passes()[name]["layout"] == "keyframe" else None,
+    }
+    return Refiner(**arguments | values)
 
 
 def relative_l2(ours: torch.Tensor, theirs: torch.Tensor) -> float:

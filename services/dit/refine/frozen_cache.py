@@ -122,6 +122,7 @@ class FrozenCache:
         self.is_text_live = is_text_live
         self._new_store = new_store
         self.refresh_interval = refresh_interval
+        """Of whichever refinement it serves."""
         self._store: Store | None = None
         self._split: RowSplit | None = None
         """Of the store's rows, once a build is complete."""
