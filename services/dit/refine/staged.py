@@ -22,6 +22,8 @@ from services.dit.refine.pinned import Block, HostPool, pinned_memory
 from services.dit.refine.record import RecordLayout
 from services.dit.refine.scratch import ScratchDirectory
 
+THREAD_NAME = "frozen-cache"
+
 
 @dataclass
 class Traffic:
@@ -241,7 +243,7 @@ class DiskRecords:
                 message = f"no room for {size} bytes of cached rows below {parent}: {error.strerror}"
                 raise DeviceMemoryError(message) from error
             raise
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="frozen-cache")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
         self._remove = weakref.finalize(self, _remove, self._thread, self._files, directory)
 
     def slot(self, layer: int) -> Tensor:
