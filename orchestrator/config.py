@@ -19,7 +19,7 @@ from services.checkpoints.components import FOLDERS, Part
 from services.common.config import AdapterSource
 from services.common.listen import check_tcp_address
 from services.common.options import ADAPTER_SEPARATOR, add_flags, parse_values
-from services.dit.config import check_dit_layout
+from services.dit.config import DEFAULT_SHARED_CACHE_BYTES, check_dit_layout
 
 ENVIRONMENT_PREFIX = "H3STREAM_"
 WORKER_TRANSPORTS = ("unix", "tcp")
@@ -56,6 +56,11 @@ class Settings:
     file's name; STRENGTH is used where a request gives none, else 1. Streaming needs RAVEN's."""
     allow_partial_adapters: bool = False
     """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
+    shared_cache_bytes: int = DEFAULT_SHARED_CACHE_BYTES
+    """Bytes that frozen caches which refinements share may take between two of them, on each lane; the least recently
+    used is freed first. 0 keeps none."""
+    no_pinned_caches: bool = False
+    """Keep frozen caches in ordinary host memory, not in page-locked memory, which some drivers do not bear."""
     listen: str = "127.0.0.1:50051"
     """Address of VideoService, "HOST:PORT"; port 0 takes any free one."""
     insecure: bool = False
@@ -88,6 +93,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_files()
+        _at_least("shared_cache_bytes", self.shared_cache_bytes, 0)
         _at_least("threads", self.threads, 0)
         _at_least("lanes", self.lanes, 1)
         _at_least("max_queued_jobs", self.max_queued_jobs, 0)

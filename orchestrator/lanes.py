@@ -154,6 +154,9 @@ class RayLane:
                 dit_layout=settings.dit_layout,
                 adapters=settings.adapter,
                 allow_partial_adapters=settings.allow_partial_adapters,
+                frozen_caches=settings.data / "frozen_caches",
+                shared_cache_bytes=settings.shared_cache_bytes,
+                no_pinned_caches=settings.no_pinned_caches,
                 **common,
             ),
             Worker.VAE: VaeConfig(

@@ -49,6 +49,7 @@ class WorkerProcess:
         """Ends running calls, waits for the running verb and frees the device."""
         await self._server.stop(grace_s=0)
         await self._served.runner.run(lambda _: self._served.worker.weights.leave())
+        await self._served.runner.run(lambda _: self._served.close())
         self._served.runner.close()
 
     async def wait(self) -> None:

@@ -50,6 +50,8 @@ class ServedWorker:
     """Full name of the worker's own gRPC service."""
     register: Callable[[aio.Server], None]
     """Adds the worker's own service to a server."""
+    close: Callable[[], object] = lambda: None
+    """Frees what the worker holds beside its weights; called last, on the runner's thread."""
     libraries: tuple[str, ...] = field(default=("torch",))
     """Distributions whose versions decide the worker's results."""
     adapters: tuple[AdapterInfo, ...] = ()

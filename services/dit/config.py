@@ -9,6 +9,7 @@ from h3stream.errors import ConfigError
 from services.common.config import AdapterSource, WorkerConfig
 
 COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
+DEFAULT_SHARED_CACHE_BYTES = 16 << 30
 DIT_LAYOUTS = ("auto", "diffusers", "official", "comfyui")
 
 
@@ -31,12 +32,22 @@ class DitConfig(WorkerConfig):
     Streaming needs RAVEN's."""
     allow_partial_adapters: bool = False
     """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
+    frozen_caches: Path | None = None
+    """Directory for frozen caches on disk, which requests must allow; what processes that are gone have left of them
+    there is removed at the start. None: there are none on disk."""
+    shared_cache_bytes: int = DEFAULT_SHARED_CACHE_BYTES
+    """Bytes that frozen caches which refinements share may take between two of them, in host memory or on disk; the
+    least recently used is freed first. 0 keeps none."""
+    no_pinned_caches: bool = False
+    """Keep frozen caches in ordinary host memory, not in page-locked memory, which some drivers do not bear."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute_dtype is {self.compute_dtype!r}; it must be one of {', '.join(COMPUTE_DTYPES)}")
         check_dit_layout(self.dit_layout)
+        if self.shared_cache_bytes < 0:
+            raise ConfigError(f"shared_cache_bytes is {self.shared_cache_bytes}; it must be 0 or more")
         self._require("dit")
 
 

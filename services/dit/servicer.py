@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from grpc import aio
 
-from h3stream.codec import KV_STORAGE_TO_PROTO, clip_spec_from_proto, preview_spec_from_proto
+from h3stream.codec import (
+    KV_STORAGE_TO_PROTO,
+    clip_spec_from_proto,
+    preview_spec_from_proto,
+    refine_spec_from_proto,
+    refine_spec_to_proto,
+)
 from h3stream.errors import InvalidRequestError
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.preview_map import PreviewMap
@@ -17,6 +23,11 @@ from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
 from services.dit.config import DitConfig
 from services.dit.preview import MEDIA_TYPE, Still
+from services.dit.refine.plan import RefinePlan
+from services.dit.refine.refiner import Branch, StepReport
+from services.dit.refine.request import FIELD, refine_tensors
+from services.dit.refine.verb import Refined, RefineListener
+from services.dit.rows import ChunkLatents
 from services.dit.worker import DitWorker
 
 
@@ -36,6 +47,7 @@ def build(config: DitConfig) -> ServedWorker:
         register=register,
         libraries=("torch", "diffusers", "safetensors"),
         adapters=worker.adapters,
+        close=worker.close,
     )
 
 
@@ -49,26 +61,17 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
     async def OpenSession(
         self, request_iterator: AsyncIterator[workers_pb2.DitServiceOpenSessionRequest], context: Any
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        header: workers_pb2.DitSessionHeader | None = None
+        header = await _header("OpenSession", request_iterator)
         tensors = TensorAssembler(
             {
                 "context": ((torch.float32, torch.bfloat16), (None, self._worker.text_dim)),
                 "token_tags": ((torch.int64,), (None,)),
             }
         )
-        async for message in request_iterator:
-            is_header = message.WhichOneof("payload") == "header"
-            if is_header != (header is None):
-                raise InvalidRequestError("OpenSession takes one header, first, and then only tensors")
-            if is_header:
-                header = message.header
-            else:
-                tensors.add(message.tensor)
-        if header is None:
-            raise InvalidRequestError("OpenSession takes one header, first; the stream was empty")
+        text = await _tensors("OpenSession", request_iterator, tensors)
         spec = preview_spec_from_proto(header.preview) if header.HasField("preview") else None
         preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
-        session_id, clip, text = header.session_id, clip_spec_from_proto(header.clip), tensors.finish()
+        session_id, clip = header.session_id, clip_spec_from_proto(header.clip)
         stats = await self._runner.run(
             lambda cancelled: self._worker.open_session(
                 session_id, clip, text["context"], text["token_tags"], cancelled
@@ -128,6 +131,41 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             retained_rows=stats.retained_rows,
         )
 
+    async def RefineAudio(
+        self, request_iterator: AsyncIterator[workers_pb2.DitServiceRefineAudioRequest], context: Any
+    ) -> AsyncIterator[workers_pb2.DitServiceRefineAudioResponse]:
+        header = await _header("RefineAudio", request_iterator)
+        clip, spec = clip_spec_from_proto(header.clip), refine_spec_from_proto(header.spec, FIELD)
+        spec = self._worker.filled_refinement(clip, spec)  # before anything is taken in
+        tensors = await _tensors("RefineAudio", request_iterator, refine_tensors(clip, spec, self._worker.text_dim))
+        branches = [
+            Branch(tensors[f"{prefix}context"], tensors[f"{prefix}token_tags"])
+            for prefix in ("", "negative_")
+            if f"{prefix}context" in tensors
+        ]
+        latents = ChunkLatents(tensors["video"], tensors["audio"])
+
+        def verb(emit: Callable[[workers_pb2.DitServiceRefineAudioResponse], None], cancelled: Cancelled) -> None:
+            message = workers_pb2.DitServiceRefineAudioResponse
+            listener = RefineListener(
+                started=lambda plan: emit(message(started=_started(plan))),
+                stepped=lambda report, done, total: emit(message(progress=_progress(report, done, total))),
+                cancelled=cancelled,
+            )
+            refined = self._worker.refine_audio(clip, spec, latents, branches, listener)
+            emit(message(summary=_summary(refined)))
+            made = {"audio": refined.latents.audio}
+            if spec.video_denoise > 0:
+                made["video"] = refined.latents.video
+            if refined.exact_audio is not None:
+                made["exact_audio"] = refined.exact_audio
+            for name, tensor in made.items():
+                for part in to_parts(name, tensor):
+                    emit(message(tensor=part))
+
+        async for response in self._runner.stream(verb):
+            yield response
+
     async def CloseSession(
         self, request: workers_pb2.DitServiceCloseSessionRequest, context: Any
     ) -> workers_pb2.DitServiceCloseSessionResponse:
@@ -140,6 +178,68 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             num_clean_forwards=stats.num_clean_forwards,
             peak_kv_bytes=stats.kv.peak_kv_bytes if stats.kv else 0,
         )
+
+
+async def _header(call: str, requests: AsyncIterator[Any]) -> Any:
+    """The header that a call's stream begins with."""
+    async for message in requests:
+        if message.WhichOneof("payload") != "header":
+            raise InvalidRequestError(f"{call} takes one header, first, and then only tensors")
+        return message.header
+    raise InvalidRequestError(f"{call} takes one header, first; the stream was empty")
+
+
+async def _tensors(call: str, requests: AsyncIterator[Any], tensors: TensorAssembler) -> dict[str, torch.Tensor]:
+    """The tensors that the rest of its stream holds, by name."""
+    async for message in requests:
+        if message.WhichOneof("payload") == "header":
+            raise InvalidRequestError(f"{call} takes one header, first, and then only tensors")
+        tensors.add(message.tensor)
+    return tensors.finish()
+
+
+def _started(plan: RefinePlan) -> types_pb2.RefineStarted:
+    return types_pb2.RefineStarted(
+        spec=refine_spec_to_proto(plan.spec),
+        num_rows=plan.num_rows,
+        num_live_rows=plan.num_live_rows,
+        num_blocks=plan.num_blocks,
+        backend=f"CACHE_BACKEND_{plan.backend.upper() or 'UNSPECIFIED'}",
+        reason=plan.reason,
+        cache_bytes=plan.cache_bytes,
+        transient_bytes=plan.transient_bytes,
+        has_cache=plan.has_cache,
+    )
+
+
+def _progress(report: StepReport, step: int, num_steps: int) -> types_pb2.RefineProgress:
+    return types_pb2.RefineProgress(
+        step=step,
+        num_steps=num_steps,
+        mode=report.mode,
+        reason=report.reason,
+        num_forwards=report.num_forwards,
+        num_blocks_cached=report.num_blocks["cached"],
+        num_blocks_built=report.num_blocks["build"],
+        num_blocks_exact=report.num_blocks["exact"],
+        num_query_rows=report.num_query_rows,
+        num_key_rows=report.num_key_rows,
+        num_fed_rows=report.num_fed_rows,
+        num_bytes_moved=report.num_bytes_moved,
+        block_s=report.block_s,
+        outside_s=report.outside_s,
+        cache_bytes=report.cache_bytes,
+    )
+
+
+def _summary(refined: Refined) -> workers_pb2.RefineSummary:
+    return workers_pb2.RefineSummary(
+        change=refined.change,
+        against_exact=refined.against_exact,
+        sampling_s=refined.sampling_s,
+        exact_sampling_s=refined.exact_sampling_s,
+        is_warm=refined.is_warm,
+    )
 
 
 def _preview(still: Still, chunk_index: int, step: int, num_steps: int) -> types_pb2.Preview:

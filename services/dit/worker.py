@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from core.budget import memory_budget
 from core.request import STREAMING_STRENGTH, clip_violations, preview_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
+from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec, PreviewSpec
 from services.checkpoints.adapter_registry import STREAMING_NAME, read_registry
 from services.checkpoints.components import part_path
@@ -31,6 +32,10 @@ from services.dit.dense import DenseSampler, DenseSession
 from services.dit.kv_cache import KvStats
 from services.dit.model import H3Dit
 from services.dit.preview import Still, StillMaker
+from services.dit.refine.refiner import Branch
+from services.dit.refine.request import check_adapter_names, check_finite, filled_refinement
+from services.dit.refine.room import CacheRooms
+from services.dit.refine.verb import AudioRefinement, Refined, RefineInputs, RefineListener
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import open_transformer
@@ -74,6 +79,13 @@ class DitWorker:
         self.weight_digests = weight_digests("dit", files.checkpoint) | {
             f"adapters/{header.name}": sampled_digest(read_header(header.path)) for header in registry
         }
+        self._rooms = CacheRooms(
+            self._device,
+            directory=config.frozen_caches,
+            pinned=not config.no_pinned_caches,
+            max_shared_bytes=config.shared_cache_bytes,
+        )
+        self._refinement = AudioRefinement(self._model, self._adapters, self._device, self._rooms, self.weight_digests)
         self._sessions: dict[str, Rollout | DenseSession] = {}
         self._still_makers: dict[str, StillMaker] = {}
 
@@ -184,6 +196,36 @@ class DitWorker:
                 rollout.commit(index)
         return rollout.cache.stats()
 
+    def filled_refinement(self, clip: ClipSpec, spec: RefineSpec) -> RefineSpec:
+        """A refinement with every default filled in. Raises InvalidRequestError for one that cannot be."""
+        return filled_refinement(clip, spec, {info.name: info.default_strength for info in self.adapters})
+
+    def refine_audio(
+        self,
+        clip: ClipSpec,
+        spec: RefineSpec,
+        latents: ChunkLatents,
+        branches: Sequence[Branch],
+        listener: RefineListener,
+    ) -> Refined:
+        """Refines the sound of a finished clip in one call, which needs no session and leaves none.
+
+        latents: float32 on the host.  branches: of the prompt and, where `cfg` is not 1, of the negative prompt.
+        Raises InvalidRequestError for what `filled_refinement` refuses and for what is not finite, DeviceMemoryError,
+        UnsupportedError, PhaseError, VerbCancelled.
+        """
+        spec = self.filled_refinement(clip, spec)
+        check_finite(video=latents.video, audio=latents.audio)
+        for branch in branches:
+            _check_text(branch.context, branch.token_tags)
+            check_finite(context=branch.context)
+        self.weights.require()
+        return self._refinement.run(RefineInputs(clip, spec, latents, tuple(branches)), listener)
+
+    def close(self) -> None:
+        """Frees the caches that refinements share."""
+        self._rooms.close()
+
     def close_session(self, session_id: str) -> SessionStats | None:
         """Frees a session and returns what it did; None if there is no such session."""
         session = self._sessions.pop(session_id, None)
@@ -232,10 +274,7 @@ class DitWorker:
         the streaming adapter.
         """
         named = tuple((adapter.name, adapter.strength) for adapter in clip.adapters)
-        known = [adapter.name for adapter in self.adapters]
-        if unknown := [name for name, _ in named if name not in known]:
-            listed = ", ".join(known) or "none"
-            raise InvalidRequestError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {listed}")
+        check_adapter_names((name for name, _ in named), [adapter.name for adapter in self.adapters])
         if clip.mode == "dense":
             return named
         streaming = next((adapter.name for adapter in self.adapters if adapter.is_streaming), None)
