@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -58,15 +58,21 @@ class Record:
     """Where the KV cache really lived; empty where there was none."""
     refinement: RefineReport | None = None
     """Of a clip whose sound is refined."""
+    workers: Sequence[workers_pb2.DescribeResponse] = ()
+    """Those that worked on it, as they described themselves last."""
 
 
 async def write_record(
-    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
+    job: Job,
+    describe: Callable[[], Awaitable[Sequence[workers_pb2.DescribeResponse]]],
+    completed: video_pb2.Completed,
+    record: Record,
 ) -> None:
     """Writes how the job's clip came to be beside it, in place of what was written before; one that cannot be written
     is told.
 
-    workers: those that worked on it.  completed: with the figures so far.
+    describe: asks the workers; what they said before is taken where one does not answer any more.
+    completed: with the figures so far.
     """
 
     def write(name: str, content: dict[str, Any]) -> None:
@@ -75,8 +81,14 @@ async def write_record(
     for name in SERVER_ARTIFACTS:
         if name not in job.plan.artifacts:
             continue
-        content = timeline_of(job) if name == TIMELINE else provenance_of(job, workers, completed, record)
         try:
+            if name == PROVENANCE:
+                try:
+                    record.workers = await describe()
+                except GenerationError:
+                    if not record.workers:
+                        raise
+            content = timeline_of(job) if name == TIMELINE else provenance_of(job, completed, record)
             await to_its_end(write, name, content)
         except GenerationError as error:
             job.emit(given_up(name, error.message))
@@ -87,9 +99,7 @@ def given_up(name: str, message: str) -> video_pb2.Warning:
     return video_pb2.Warning(reason="ARTIFACT_FAILED", message=f"artifact {name} was given up: {message}")
 
 
-def provenance_of(
-    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
-) -> dict[str, Any]:
+def provenance_of(job: Job, completed: video_pb2.Completed, record: Record) -> dict[str, Any]:
     """What `provenance.json` holds; its arguments are those of `write_record`."""
     artifacts = [artifact for artifact in job.artifacts if artifact.name != PROVENANCE]
     result = {**as_json(completed), "artifacts": [as_json(artifact) for artifact in artifacts]}
@@ -124,7 +134,7 @@ def provenance_of(
                     if adapter.name in adapters or (adapter.is_streaming and is_streamed)
                 ],
             }
-            for worker in workers
+            for worker in record.workers
         },
         "warnings": [as_json(warning) for warning in job.warnings],
         "refinement": None if record.refinement is None else refinement_of(job, record.refinement),

@@ -55,7 +55,7 @@ async def run_refinement(job: Job, lane: Lane, *, clock: Callable[[], float] = t
         audio_health=report.audio.audio_health,
         timings=output.timings(),
     )
-    await write_record(job, await lane.describe(), completed, Record(refinement=report))
+    await write_record(job, lane.describe, completed, Record(refinement=report))
     completed.artifacts.extend(job.artifacts)
     job.emit(completed)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from core.artifacts import FINAL, LATENTS, WORKER_ARTIFACTS
 from core.geometry import num_samples
 from core.phases import Phase
-from h3stream.errors import PhaseError, WorkerLostError
+from h3stream.errors import PhaseError
 from h3stream.v1 import types_pb2, video_pb2
 from h3stream.v1.types_pb2 import KvStorage
 from orchestrator.job import Job, as_told
@@ -72,14 +71,11 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         latents_sha256=output.latents_hash.hexdigest(), audio_health=finished.audio_health, timings=output.timings()
     )
     record = Record("" if job.clip.mode == "dense" else KvStorage.Name(opened.kv_storage))
-    workers = await lane.describe()
-    await write_record(job, workers, completed, record)
+    await write_record(job, lane.describe, completed, record)
     if job.plan.HasField("refine_audio"):
         record.refinement = await _refine_the_rest(job, lane, embedding, clock)
         completed.timings.CopyFrom(output.timings())
-        with suppress(WorkerLostError):  # whom the refinement has missed already
-            workers = await lane.describe()
-        await write_record(job, workers, completed, record)
+        await write_record(job, lane.describe, completed, record)
     completed.artifacts.extend(job.artifacts)
     job.emit(completed)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from core.artifacts import COMPARISON, DEFAULT_ARTIFACTS, REFINED_ARTIFACTS
 from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.errors import InvalidRequestError, OffGridError, UnsupportedError
+from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec, GenerateRequest
-from orchestrator.admission import make_plan, resolve
+from orchestrator.admission import make_plan, make_refine_plan, resolve, resolve_refinement
 from orchestrator.model_info import DENSE_STEPS, STANDARD_CLIP, ModelInfo, dense_clip
 
 MODEL = ModelInfo("model", STANDARD_CLIP, dense_clip(STANDARD_CLIP, DENSE_STEPS), "")
@@ -259,3 +261,53 @@ def test_a_plan_warns_beyond_the_audited_range_and_passes_the_models_notice_on()
     plan = make_plan(dataclasses.replace(STANDARD_CLIP, num_frames=209), model, REGISTRY, 6_000_000)
     assert [w.reason for w in plan.warnings] == ["FRAMES_BEYOND_AUDITED_RANGE", "MODEL_NOTICE"]
     assert plan.warnings[1].message == "handle with care"
+
+
+def test_a_refinement_is_completed_and_otherwise_left_as_it_is() -> None:
+    clip = clip_of(seed=3)
+    asked = RefineSpec(steps=4, adapters=[AdapterChoice("style"), AdapterChoice("turbo4", 0.25)])
+    spec = resolve_refinement(asked, clip, REGISTRY, "spec")
+    assert spec == dataclasses.replace(
+        asked, seed=3, adapters=(AdapterChoice("style", 0.5), AdapterChoice("turbo4", 0.25))
+    )
+    assert resolve_refinement(RefineSpec(seed=0), clip, REGISTRY, "spec").seed == 0
+    with_raven = RefineSpec(adapters=[AdapterChoice("raven", 0.5)])
+    assert resolve_refinement(with_raven, clip, REGISTRY, "spec").adapters == (AdapterChoice("raven", 0.5),)
+
+
+def test_a_refinement_is_refused_with_everything_that_is_wrong_with_the_request() -> None:
+    spec = RefineSpec(steps=0, adapters=[AdapterChoice("styles"), AdapterChoice("styles")])
+    found = violations(num_frames=23, refine_audio=spec)
+    assert found.keys() == {
+        *("num_frames", "refine_audio.steps", "refine_audio.adapters[0].name", "refine_audio.adapters[1].name"),
+    }
+    assert found["refine_audio.adapters[0].name"].startswith(
+        "refine_audio.adapters[0].name is 'styles'; the nearest is style"
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        resolve_refinement(spec, clip_of(), REGISTRY, "spec")
+    assert {v.field.partition(".")[0] for v in refused.value.violations} == {"spec"}
+
+
+def test_the_plan_of_a_clip_keeps_what_its_refinement_needs_and_makes() -> None:
+    spec = resolve_refinement(RefineSpec(compare=True), clip_of(), REGISTRY, "spec")
+    plan = make_plan(clip_of(), MODEL, REGISTRY, 1000, refinement=spec)
+    assert tuple(plan.artifacts) == (*DEFAULT_ARTIFACTS, *REFINED_ARTIFACTS)
+    assert [warning.reason for warning in plan.warnings] == []
+    plan = make_plan(
+        clip_of(), MODEL, REGISTRY, 1000, ["stream.mp4"], refinement=dataclasses.replace(spec, compare=False)
+    )
+    assert tuple(plan.artifacts) == (
+        *("stream.mp4", "final.mp4", "latents.safetensors"),
+        *(name for name in REFINED_ARTIFACTS if name != COMPARISON),
+    )
+    assert [warning.reason for warning in plan.warnings] == ["ARTIFACTS_ADDED"]
+    assert not make_plan(clip_of(), MODEL, REGISTRY, 1000).HasField("refine_audio")
+
+
+def test_the_plan_of_a_refinement_is_of_its_rendition() -> None:
+    spec = resolve_refinement(RefineSpec(), clip_of(), REGISTRY, "spec")
+    sound, pictures = (make_refine_plan(clip_of(), MODEL, spec, rate) for rate in (0, 6_000_000))
+    assert sound.expected_stream_bytes < pictures.expected_stream_bytes / 10
+    assert (sound.num_noise_forwards, sound.num_clean_forwards, len(sound.chunks)) == (0, 0, 8)
+    assert set(sound.artifacts) == {*REFINED_ARTIFACTS, "timeline.json", "provenance.json"} - {COMPARISON}

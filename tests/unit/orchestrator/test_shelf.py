@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from h3stream.errors import GenerationError, JobCancelledError
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.job import Job
 from orchestrator.shelf import Limits, Shelf
@@ -144,3 +145,23 @@ def test_a_record_that_cannot_be_written_stops_no_removal(tmp_path: Path, caplog
     made.end("b", clip=10)
     assert "a/clip" not in made.left()
     assert "removed a, which cannot be recorded (No space left on device)" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, JobCancelledError("no")])
+def test_a_job_that_ends_keeps_its_log_and_what_it_lists_and_nothing_else(
+    tmp_path: Path, error: GenerationError | None
+) -> None:
+    made = Shelves(tmp_path)
+    directory = tmp_path / "jobs" / "a"
+    directory.mkdir()
+    job = Job("a", "a fox", CLIP, video_pb2.Plan(), directory)
+    for name in ("final.mp4", ".source.mp4", ".audio.f32", "refined.flac"):
+        (directory / name).write_bytes(b"x")
+    job.keep(types_pb2.Artifact(name="final.mp4", size_bytes=1, sha256="old"))
+    job.keep(types_pb2.Artifact(name="final.mp4", size_bytes=1))
+    assert [(artifact.sha256, artifact.relative_path) for artifact in job.artifacts] == [("", "jobs/a/final.mp4")]
+    assert list(job.to_proto().artifacts) == [], "not before it has ended"
+    job.end(error)
+    made.shelf.add(job)
+    assert made.left() == ["a/events.log", "a/final.mp4"]
+    assert [artifact.name for artifact in job.to_proto().artifacts] == ["final.mp4"]
