@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from h3stream import GenerateRequest, errors
+from core.budget import ModelSize
+from core.cache_policy import bytes_per_row, transient_bytes
+from h3stream import FrozenCacheSpec, GenerateRequest, RefineSpec, errors
 from h3stream.cli import make_parser
 from h3stream.codec import PAYLOADS
 from h3stream.status import STATUS_OF
@@ -21,6 +23,7 @@ from tests.fakes import FakeVideoService, media_of, plan_of, serve_video
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "api.md").read_text()
+REFINING = (ROOT / "docs" / "refine.md").read_text()
 WEIGHTS = (ROOT / "docs" / "getting-the-weights.md").read_text()
 READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 
@@ -35,12 +38,13 @@ async def address() -> AsyncIterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("program", blocks(GUIDE, "python") + blocks(READMES, "python"))
+@pytest.mark.parametrize("program", blocks(GUIDE + REFINING + READMES, "python"))
 async def test_every_program_runs(
     program: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "127.0.0.1:50051" in program
+    (tmp_path / "latents.safetensors").write_bytes(b"latents")
     await asyncio.to_thread(exec, program.replace("127.0.0.1:50051", address), {"__name__": "__main__"})
     clip = tmp_path / "clip.mp4"
     if "clip.mp4" in program:
@@ -55,7 +59,11 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "line",
-    commands(GUIDE) + commands(READMES) + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
+    commands(GUIDE)
+    + commands(REFINING)
+    + commands(READMES)
+    + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
+    +commands(REFINING) + commands(READMES) + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
 )
 def test_every_command_parses(line: str) -> None:
     words = shlex.split(line.partition("#")[0].partition("|")[0])
@@ -76,6 +84,32 @@ def test_the_table_of_errors_is_the_tree() -> None:
 def test_the_table_of_events_is_the_contract() -> None:
     rows = re.findall(r"^\| `(\w+)` \(`(\w+)`\) \|", GUIDE, re.MULTILINE)
     assert {field: cls for cls, field in rows} == {name: cls.__name__ for name, (cls, _) in PAYLOADS.items()}
+
+
+def test_the_tables_of_options_are_the_dataclasses() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]+) \|", REFINING, re.MULTILINE))
+    fields = [field for cls in (RefineSpec, FrozenCacheSpec) for field in dataclasses.fields(cls)]
+    assert set(rows) == {field.name for field in fields}
+    words = {True: "on", False: "off", "": "empty", (): "none"}
+    for field in fields:
+        if field.default is None or field.name == "cache":
+            continue  # a sentence
+        if isinstance(field.default, bool | tuple) or field.default == "":
+            expected = words[field.default]
+        else:
+            expected = f"`{field.default}`" if isinstance(field.default, str) else f"{field.default:g}"
+        assert rows[field.name] == expected, field.name
+
+
+def test_the_table_of_memory_is_computed() -> None:
+    model = ModelSize(num_layers=50, num_heads=56, head_dim=128, hidden=5376, ffn=14336, compute_bytes=2)
+    rows = re.findall(r"^\| (`\w+`, `\w+`|a build .*?) \| ([\d,]+) \| ([\d.]+) GiB \| ([\d.]+) GiB \|", REFINING, re.M)
+    assert len(rows) == 7
+    for name, each, *sizes in rows:
+        kinds = re.findall(r"`(\w+)`", name)
+        per_row = bytes_per_row(*kinds, model) if kinds else transient_bytes(1, model)
+        assert int(each.replace(",", "")) == per_row
+        assert [f"{number * per_row / 2**30:.2f}" for number in (38_000, 75_216)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -108,6 +142,7 @@ def test_the_sizes_of_the_published_files_are_those_of_their_tables(file: str, t
         "docs/api.md",
         "docs/architecture.md",
         "docs/getting-the-weights.md",
+        "docs/refine.md",
         "docs/web.md",
     ],
 )
