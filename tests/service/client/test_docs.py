@@ -59,11 +59,12 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "line",
-    commands(GUIDE)
-    + commands(REFINING)
-    + commands(READMES)
-    + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
-    +commands(REFINING) + commands(READMES) + [line for line in commands(WEIGHTS) if line.startswith("h3stream")],
+    [
+        *commands(GUIDE),
+        *commands(REFINING),
+        *commands(READMES),
+        *(line for line in commands(WEIGHTS) if line.startswith("h3stream")),
+    ],
 )
 def test_every_command_parses(line: str) -> None:
     words = shlex.split(line.partition("#")[0].partition("|")[0])
