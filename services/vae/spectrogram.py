@@ -78,6 +78,7 @@ def log_mel_distance(first: Spectrogram, second: Spectrogram) -> float:
 
 def _decibels(power: Array) -> Array:
     levels: Array = 10 * np.log10(np.maximum(power, np.float32(_FLOOR_POWER)))
+    levels = levels.clip(FLOOR_DB)  # rounding must not lead below
     return levels
 
 

@@ -229,19 +229,25 @@ def _read_run(run: bytes, track: Track, default_duration: int, default_flags: in
 
 
 def violations(data: bytes, *, frames: int | None = None, samples: int | None = None) -> list[str]:
-    """What is wrong with a joined stream; frames and samples: what the whole clip must have, if it is whole."""
+    """What is wrong with a joined stream.
+
+    frames and samples: what the whole clip must have, if it is whole; 0 frames are those of a stream of sound alone.
+    """
     movie = read_movie(data)
     if not movie.top:
         return movie.problems
     bad = list(movie.problems)
     if movie.top[:2] != ["ftyp", "moov"] or set(movie.top[2:]) - {"moof", "mdat"}:
         bad.append(f"the top-level boxes are {movie.top[:4]}…")
-    kinds = [track.kind for track in movie.tracks.values()]
-    if sorted(kinds) != ["soun", "vide"]:
+    kinds = sorted(track.kind for track in movie.tracks.values())
+    if kinds != (["soun"] if frames == 0 else ["soun", "vide"]):
         return [*bad, f"the tracks are {kinds}"]
-    video = next(track for track in movie.tracks.values() if track.kind == "vide")
-    audio = next(track for track in movie.tracks.values() if track.kind == "soun")
-    return bad + _video_violations(data, video, frames) + _audio_violations(data, movie, audio, samples)
+    for track in movie.tracks.values():
+        if track.kind == "vide":
+            bad += _video_violations(data, track, frames)
+        else:
+            bad += _audio_violations(data, movie, track, samples)
+    return bad
 
 
 def _video_violations(data: bytes, video: Track, frames: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -99,5 +100,6 @@ def _times(duration_s: float) -> list[float]:
     return [i * step for i in range(int(duration_s / step) + 1)]
 
 
+@functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)

@@ -20,7 +20,7 @@ from services.vae.artifacts.final_file import FinalFile
 from services.vae.media.boxes import AudioTrack, VideoTrack
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media.muxer import FragmentMuxer, mime_type
-from services.vae.media_lane import StreamStart
+from services.vae.media_lane import SoundLane, StreamStart
 from services.vae.worker import ChunkFragment, Media, VaeWorker
 
 
@@ -126,6 +126,19 @@ def mux_clip(
         frame, sample = stop_frame, stop
     name = final.finish(divisor=1.0).name
     return MuxedClip(muxer.init_segment(), mime_type(video, audio), fragments, (directory / name).read_bytes())
+
+
+def mux_sound(num_frames: int, pcm: npt.NDArray[np.float32]) -> MuxedClip:
+    """A stream without pictures of a given sound `[2, S]`, fed as the chunks of a clip bring it; there is no file."""
+    lane = SoundLane(make_clip(num_frames, 64, 64))
+    total = num_audio_latents(num_frames)
+    fragments: list[bytes] = []
+    sample = 0
+    for chunk in chunk_table(num_frames):
+        stop = final_audio_latents(chunk.audio_stop, total) * SAMPLES_PER_AUDIO_LATENT
+        fragments += [made.data for made in lane.add(pcm[:, sample:stop], is_last=chunk.is_tail)]
+        sample = stop
+    return MuxedClip(lane.start.data, lane.start.mime_type, fragments, b"")
 
 
 def decode_pictures(data: bytes) -> list[npt.NDArray[np.uint8]]:
