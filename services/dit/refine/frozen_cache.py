@@ -148,8 +148,8 @@ class FrozenCache:
 
     @property
     def num_bytes_moved(self) -> int:
-        """Bytes that went from the host to the device so far."""
-        return self._moved_before + (0 if self._store is None else self._store.stats.num_bytes_moved)
+        """Bytes that went between the device and where it lives so far."""
+        return self._moved_before + (0 if self._store is None else _num_bytes_moved(self._store))
 
     def decide(self, split: RowSplit, sigma: float) -> tuple[StepMode, str]:
         """Whether the next forward builds or uses it, and why it builds.  sigma: the forward's noise level."""
@@ -221,7 +221,7 @@ class FrozenCache:
         self._split = None
         self._reason = NO_CACHE
         if self._store is not None:
-            self._moved_before += self._store.stats.num_bytes_moved
+            self._moved_before += _num_bytes_moved(self._store)
             self._store.free()
             self._store = None
 
@@ -298,6 +298,12 @@ def cache_buffers(
     """
     width = hidden if contents == "hidden" else inner
     return tuple(torch.empty(num_rows, width, dtype=dtype, device=device) for _ in range(NUM_TENSORS[contents]))
+
+
+def _num_bytes_moved(store: Store) -> int:
+    """By its builds and its passes."""
+    stats = store.stats
+    return stats.num_bytes_written + stats.num_bytes_moved
 
 
 def gather_spans(rows: Tensor, spans: Sequence[Span], buffer: Tensor | None = None) -> Tensor:

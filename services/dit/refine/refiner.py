@@ -33,7 +33,7 @@ from services.dit.refine.masks import MaskedStreams, Masks, audio_range_mask, re
 from services.dit.refine.samplers import SAMPLERS, Streams
 from services.dit.rows import ChunkLatents, on_device, video_rows
 
-NOT_FINITE = "the sound of the build was not finite, so the cache was discarded and the step run exactly"
+NOT_FINITE = "the model's answer was not finite in the build, so the cache was discarded and the step run exactly"
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,10 +247,10 @@ class Refiner:
                 velocity = self._build(branch, cache, rows, forward, report, reason)
             else:
                 velocity = self._cached(branch, cache, rows, forward, report)
-        if not torch.isfinite(velocity[-1]).all():
+        if not _is_finite(velocity):
             if cache is not None:
                 cache.free()
-            raise PhaseError("the model's answer for the sound is not finite")
+            raise PhaseError("the model's answer is not finite")
         return velocity
 
     def _build(
@@ -265,7 +265,7 @@ class Refiner:
         try:
             attention = rows.building(cache.begin_build(rows.split))
             velocity = self._full(branch, forward, report, "build", attention)
-            if torch.isfinite(velocity[-1]).all():
+            if _is_finite(velocity):
                 cache.complete_build(rows.split, forward.sigma)
                 report.note("build", reason)
                 return velocity
@@ -373,6 +373,10 @@ def counted_rows(model: H3Dit, report: StepReport) -> Iterator[None]:
             ):
                 hooks.callback(module.register_forward_hook(partial(_count, report, name)).remove)
         yield
+
+
+def _is_finite(streams: Streams) -> bool:
+    return all(bool(torch.isfinite(stream).all()) for stream in streams)
 
 
 def _count(report: StepReport, name: str, module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:

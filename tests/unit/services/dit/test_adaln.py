@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from services.dit.adaln import clip_timesteps, distinct, modulation, modulation_table
+from services.dit.adaln import Labels, Modulations, clip_timesteps, distinct, modulation, modulation_table
 from services.dit.weights import load_transformer
 
 SCHEDULE = clip_timesteps(4, 12.0, 3.0)
@@ -54,6 +54,30 @@ def test_projections_run_once_per_set_of_timesteps(transformer: Any) -> None:
     assert table.keys() == {(0.0,), *(distinct(*pair) for pair in SCHEDULE[1:])}
     assert set(calls.values()) == {4}
     assert len(calls) == 4
+
+
+def test_modulations_asked_for_one_after_the_other_are_those_of_the_table(transformer: Any) -> None:
+    calls: Counter[str] = Counter()
+    hook = transformer.norm_out.linear.register_forward_hook(lambda m, args, out: calls.update(["computed"]))
+    asked = Modulations(transformer)
+    first, second, third = (distinct(*pair) for pair in SCHEDULE[:3])
+    for timesteps in (first, second, second, first, third, second):  # the last two are kept
+        asked[timesteps]
+    hook.remove()
+    assert calls["computed"] == 3
+    table = modulation_table(transformer, SCHEDULE)
+    assert torch.equal(asked[second].blocks[1].ffn_gate, table[second].blocks[1].ffn_gate)
+
+
+def test_rows_find_their_timestep_in_the_table(transformer: Any) -> None:
+    video, audio = SCHEDULE[1]
+    timesteps = distinct(video, audio)
+    table = modulation(transformer, timesteps)
+    device = torch.device("cpu")
+    assert table.timestep_rows(Labels((audio,)), 3, device).tolist() == [timesteps.index(audio)] * 3
+    mixed = Labels((audio, video), torch.tensor([1, 0, 0, 1]))
+    expected = [timesteps.index(value) for value in (video, audio, audio, video)]
+    assert table.timestep_rows(mixed, 4, device).tolist() == expected
 
 
 def test_the_table_holds_the_bits_a_forward_would_compute(transformer: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from h3stream.errors import PhaseError
 from h3stream.refine import FrozenCacheSpec
+from services.dit import attention
 from services.dit.refine.frozen_cache import LAYOUT_CHANGED, NO_CACHE, FrozenCache, RowSplit, cache_buffers
 from services.dit.refine.masks import Masks, uniform_video_mask
 from services.dit.refine.refiner import NOT_FINITE, Branch, Refiner
@@ -32,6 +33,7 @@ POLICY = json.loads((refine_vectors.FIXTURES / "policy.json").read_text())
 @dataclasses.dataclass
 class Stats:
     num_bytes: int = 1000
+    num_bytes_written: int = 0
     num_bytes_moved: int = 0
 
 
@@ -132,11 +134,11 @@ def test_a_cache_is_freed_once_and_can_be_built_again() -> None:
 def test_bytes_moved_add_up_over_stores() -> None:
     cache, stores = fake_cache()
     call(cache, 0.9)
-    stores[0].stats.num_bytes_moved = 30
+    stores[0].stats.num_bytes_written, stores[0].stats.num_bytes_moved = 200, 30
     cache.free()
     call(cache, 0.8)
     stores[1].stats.num_bytes_moved = 4
-    assert cache.num_bytes_moved == 34
+    assert cache.num_bytes_moved == 234
 
 
 def test_a_step_taken_back_leaves_the_cache_as_it_was() -> None:
@@ -308,6 +310,24 @@ def test_rows_are_decoded_into_buffers_that_were_taken_once(contents: Any, monke
     for _ in range(3):
         refiner.step()
     assert len(places) == (1 if contents == "hidden" else 2)
+
+
+@pytest.mark.parametrize("contents", CONTENTS)
+def test_every_step_attends_with_the_kernel_that_holds_no_weights(
+    contents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int, bool]] = []
+    attend = attention.attend
+
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, fused: bool = False) -> torch.Tensor:
+        calls.append((len(query), len(key), fused))
+        return attend(query, key, value, fused=fused)
+
+    refiner, _ = cached_pass(cache_spec(contents=contents))
+    monkeypatch.setattr(attention, "attend", noted)
+    refiner.step()
+    refiner.step()
+    assert calls == [(ROWS, ROWS, True)] * LAYERS + [(AUDIO + TEXT, ROWS, True)] * LAYERS
 
 
 class Interrupted(BaseException):

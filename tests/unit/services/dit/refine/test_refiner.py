@@ -99,15 +99,15 @@ def test_a_frozen_video_is_returned_as_it_came(sampler: str, with_cache: bool) -
 
 def test_samplers_come_to_different_sounds_and_agree_in_many_steps() -> None:
     ends: dict[int, dict[str, torch.Tensor]] = {}
-    for steps in (4, 12):
+    for steps in (3, 16):
         ends[steps] = {}
         for sampler in ("euler", "heun", "dpmpp_2m"):
             refiner = refine_vectors.refiner(EXACT, spec=spec(steps=steps, sampler=sampler))
             run(refiner)
             ends[steps][sampler] = refiner.latents.audio
     for sampler in ("heun", "dpmpp_2m"):
-        few, many = (refine_vectors.relative_l2(ends[steps][sampler], ends[steps]["euler"]) for steps in (4, 12))
-        assert 0.5 * few > many > 0
+        few, many = (refine_vectors.relative_l2(ends[steps][sampler], ends[steps]["euler"]) for steps in (3, 16))
+        assert 0.75 * few > many > 0
 
 
 def test_each_scheduler_has_its_own_levels() -> None:
