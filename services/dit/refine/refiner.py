@@ -85,8 +85,7 @@ class StepReport:
     """Seconds of the rest."""
 
     def note(self, mode: StepMode, reason: str) -> None:
-        """A forward has run."""
-        self.num_forwards += 1
+        """A forward has done its part."""
         self.mode = max(self.mode, mode, key=_PRECEDENCE.index)
         self.reason = self.reason or reason
 
@@ -337,6 +336,7 @@ class Refiner:
         self._model.run_blocks(hidden, table_rows, forward.modulation, counted)
         finish_forward(self._device)
         report.block_s += time.perf_counter() - began
+        report.num_forwards += 1
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
