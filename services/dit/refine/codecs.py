@@ -98,6 +98,7 @@ class Fp8:
                 "the cache's precision is fp8, but this machine's torch has no float8_e4m3fn; choose bf16 or int4"
             )
         self._dtype = dtype
+        self._table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
     def payload(self, rows: int, width: int, **where: Any) -> Tensor:
         """See `Codec.payload`: e4m3 `[N, width]`."""
@@ -124,7 +125,15 @@ class Fp8:
         assert scales is not None, "fp8 rows have scales"
         for rows in _blocks(len(out), _decode_rows(out)):
             # e4m3 is exact in every compute dtype, and a product with a float32 scale is rounded once.
-            out[rows].copy_(payload[rows]).mul_(scales[rows])
+            if out.is_cuda:
+                out[rows].copy_(payload[rows]).mul_(scales[rows])
+            else:
+                torch.mul(self._looked_up(payload[rows]), scales[rows], out=out[rows])
+
+    def _looked_up(self, payload: Tensor) -> Tensor:
+        """The values of a block in float32, from a table: a CPU casts e4m3 one by one, six times as slowly."""
+        codes = payload.view(torch.uint8).int().flatten()
+        return self._table.index_select(0, codes).view(payload.shape)
 
 
 class Int4:

@@ -1,4 +1,4 @@
-"""Memory that can still be had, on the host and on the device, and what a cache gets of it."""
+"""Memory that can still be had, on the host and on the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 from pathlib import Path
 
 import torch
-
-from core.cache_policy import CacheRoom, Choice, DiskNotAllowedError, NoRoomError, choose_backend
-from h3stream.errors import DeviceMemoryError, UnsupportedError
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -38,20 +35,6 @@ def free_device_bytes(device: torch.device) -> int:
         return available_host_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def place_cache(requested: str, room: CacheRoom) -> Choice:
-    """Where a cache shall live, as `core.cache_policy.choose_backend` decides.
-
-    Raises DeviceMemoryError, with all that was looked at, if no place that is allowed has room for it; UnsupportedError
-    for a disk that is not allowed.
-    """
-    try:
-        return choose_backend(requested, room)
-    except NoRoomError as error:
-        raise DeviceMemoryError(str(error)) from error
-    except DiskNotAllowedError as error:
-        raise UnsupportedError(str(error)) from error
 
 
 def _meminfo(proc: Path, field: str) -> int:

@@ -1,4 +1,4 @@
-"""Memory that can still be had, as the system and its cgroups tell it, and what a cache gets of it."""
+"""Memory that can still be had, as the system and its cgroups tell it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.cache_policy import GIB, CacheRoom
-from h3stream.errors import DeviceMemoryError, UnsupportedError
-from services.dit.refine.memory import available_host_bytes, free_device_bytes, place_cache, resident_host_bytes
+from core.cache_policy import GIB
+from services.dit.refine.memory import available_host_bytes, free_device_bytes, resident_host_bytes
 
 KIB_16_GIB = 16 << 20
 
@@ -90,13 +89,3 @@ def test_this_machine_tells_its_memory() -> None:
     assert available_host_bytes() > 0
     assert free_device_bytes(torch.device("cpu")) > 0
     assert resident_host_bytes() > 10 << 20
-
-
-def test_a_cache_without_room_is_an_error_of_memory_and_a_disk_not_allowed_one_of_the_request() -> None:
-    room = CacheRoom(10 * GIB, 5 * GIB, 8 * GIB, 23 * GIB, 0, allow_disk=False)
-    assert place_cache("auto", room).backend == "vram"
-    none = CacheRoom(10 * GIB, 5 * GIB, 8 * GIB, 0, 0, allow_disk=False)
-    with pytest.raises(DeviceMemoryError, match=r"no room for the frozen cache of 10\.00 GiB"):
-        place_cache("auto", none)
-    with pytest.raises(UnsupportedError, match="unless allow_disk is true"):
-        place_cache("disk", none)
