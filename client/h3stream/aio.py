@@ -13,11 +13,12 @@ import grpc
 from grpc import aio
 
 from h3stream import codec
-from h3stream.artifact_file import ArtifactFile
+from h3stream.artifact_file import open_sink
 from h3stream.channel import CHANNEL_OPTIONS
 from h3stream.clip_file import ClipFile
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Artifact, Completed, Event, Plan
+from h3stream.fields import sendable
 from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.refine import RefineOptions, RefineSpec, make_spec
 from h3stream.request import GenerateRequest, RequestOptions, make_request
@@ -73,6 +74,7 @@ class AsyncClient:
         """address: "HOST:PORT".  timeout_s: deadline of every call that does not follow a job."""
         self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = video_pb2_grpc.VideoServiceStub(self._channel)
+        self._address = address
         self._timeout_s = timeout_s
 
     def generate(
@@ -95,7 +97,7 @@ class AsyncClient:
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(0.0 if request.cancel_on_disconnect else reconnect_s)
         call = self._stub.Generate(codec.request_to_proto(request))
-        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(), again), budget)
+        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(), again, address=self._address), budget)
 
     def attach(
         self,
@@ -119,7 +121,7 @@ class AsyncClient:
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(reconnect_s)
         call = self._stub.Attach(request)
-        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(request), again), budget)
+        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(request), again, address=self._address), budget)
 
     def refine(
         self,
@@ -146,7 +148,7 @@ class AsyncClient:
         again = Reconnection(0.0 if cancel_on_disconnect else reconnect_s)
         asked = RefineCall(source, prompt, make_spec(spec, options), cancel_on_disconnect)
         call = self._stub.RefineAudio(_sent(asked))
-        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(), again, asked), budget)
+        return AsyncGeneration(Line(call, self._stub.Attach, EventOrder(), again, asked, address=self._address), budget)
 
     async def save(
         self,
@@ -159,7 +161,8 @@ class AsyncClient:
     ) -> Completed:
         """Makes a clip in the file `path`, which is playable at every moment; returns the last event.
 
-        If the job fails, the file keeps what had arrived. Arguments are those of `generate`.
+        If the job fails, the file keeps what had arrived. Raises MuxError, which says what the server has of the clip,
+        where the job succeeds without a whole stream. Arguments are those of `generate`.
         """
         with ClipFile(path) as file:
             async with self.generate(
@@ -168,6 +171,7 @@ class AsyncClient:
                 async for event in events:
                     file.write(event)
         assert isinstance(event, Completed), event  # EventOrder lets no stream end otherwise
+        file.check(event)
         return event
 
     async def plan(self, prompt: str | GenerateRequest, **options: Unpack[RequestOptions]) -> Plan:
@@ -177,28 +181,30 @@ class AsyncClient:
 
     async def job(self, job_id: str) -> Job:
         """What is known of a job."""
-        request = video_pb2.GetJobRequest(job_id=job_id)
+        request = video_pb2.GetJobRequest(job_id=sendable("job_id", job_id))
         return codec.job_from_proto((await self._call(self._stub.GetJob, request)).job)
 
     async def cancel(self, job_id: str) -> Job:
         """Cancels a job; returns it once its lane is free. Changes nothing if it has ended."""
-        request = video_pb2.CancelJobRequest(job_id=job_id)
+        request = video_pb2.CancelJobRequest(job_id=sendable("job_id", job_id))
         return codec.job_from_proto((await self._call(self._stub.CancelJob, request)).job)
 
     async def download(self, job_id: str, name: str, path: str | os.PathLike[str]) -> Artifact:
         """Downloads an artifact of a finished job to the file `path`, which appears once it is whole and verified.
 
-        What arrives is kept in `path` + ".part", and a download that broke off goes on from there. Raises OSError if
-        the file cannot be written.
+        What arrives is kept in `path` + ".part", and a download that broke off goes on from there. A link's target is
+        written; a pipe or a device gets the bytes as they come. Raises OSError if it cannot be written, also where
+        another download is writing it.
         """
-        with ArtifactFile(path) as file:
+        sendable("job_id", job_id), sendable("name", name)
+        with open_sink(path) as file:
             while True:
                 request = video_pb2.DownloadArtifactRequest(job_id=job_id, name=name, offset_bytes=file.num_bytes)
                 try:
                     async for response in self._stub.DownloadArtifact(request):
                         file.take(response)
                 except grpc.RpcError as rpc_error:
-                    error = from_rpc_error(rpc_error)
+                    error = from_rpc_error(rpc_error, self._address)
                     if not isinstance(error, InvalidRequestError) or not file.start_anew():
                         raise error from rpc_error
                     continue  # what was left is longer than the artifact
@@ -230,7 +236,7 @@ class AsyncClient:
         try:
             return await method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error
 
 
 async def _sent(asked: RefineCall) -> AsyncGenerator[video_pb2.RefineAudioRequest, None]:

@@ -12,11 +12,12 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from h3stream import codec
-from h3stream.artifact_file import ArtifactFile
+from h3stream.artifact_file import open_sink
 from h3stream.channel import CHANNEL_OPTIONS
 from h3stream.clip_file import ClipFile
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Artifact, Completed, Event, Plan
+from h3stream.fields import sendable
 from h3stream.job import AdapterInfo, Job, ServerInfo
 from h3stream.refine import RefineOptions, RefineSpec, make_spec
 from h3stream.request import GenerateRequest, RequestOptions, make_request
@@ -72,6 +73,7 @@ class Client:
         """address: "HOST:PORT".  timeout_s: deadline of every call that does not follow a job."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = video_pb2_grpc.VideoServiceStub(self._channel)
+        self._address = address
         self._timeout_s = timeout_s
 
     def generate(
@@ -94,7 +96,7 @@ class Client:
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(0.0 if request.cancel_on_disconnect else reconnect_s)
         call = self._stub.Generate(codec.request_to_proto(request))
-        return Generation(Line(call, self._stub.Attach, EventOrder(), again), budget)
+        return Generation(Line(call, self._stub.Attach, EventOrder(), again, address=self._address), budget)
 
     def attach(
         self,
@@ -118,7 +120,7 @@ class Client:
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(reconnect_s)
         call = self._stub.Attach(request)
-        return Generation(Line(call, self._stub.Attach, EventOrder(request), again), budget)
+        return Generation(Line(call, self._stub.Attach, EventOrder(request), again, address=self._address), budget)
 
     def refine(
         self,
@@ -145,7 +147,7 @@ class Client:
         again = Reconnection(0.0 if cancel_on_disconnect else reconnect_s)
         asked = RefineCall(source, prompt, make_spec(spec, options), cancel_on_disconnect)
         call = self._stub.RefineAudio(iter(asked))
-        return Generation(Line(call, self._stub.Attach, EventOrder(), again, asked), budget)
+        return Generation(Line(call, self._stub.Attach, EventOrder(), again, asked, address=self._address), budget)
 
     def save(
         self,
@@ -158,7 +160,8 @@ class Client:
     ) -> Completed:
         """Makes a clip in the file `path`, which is playable at every moment; returns the last event.
 
-        If the job fails, the file keeps what had arrived. Arguments are those of `generate`.
+        If the job fails, the file keeps what had arrived. Raises MuxError, which says what the server has of the clip,
+        where the job succeeds without a whole stream. Arguments are those of `generate`.
         """
         with (
             ClipFile(path) as file,
@@ -167,6 +170,7 @@ class Client:
             for event in events:
                 file.write(event)
         assert isinstance(event, Completed), event  # EventOrder lets no stream end otherwise
+        file.check(event)
         return event
 
     def plan(self, prompt: str | GenerateRequest, **options: Unpack[RequestOptions]) -> Plan:
@@ -176,28 +180,30 @@ class Client:
 
     def job(self, job_id: str) -> Job:
         """What is known of a job."""
-        request = video_pb2.GetJobRequest(job_id=job_id)
+        request = video_pb2.GetJobRequest(job_id=sendable("job_id", job_id))
         return codec.job_from_proto(self._call(self._stub.GetJob, request).job)
 
     def cancel(self, job_id: str) -> Job:
         """Cancels a job; returns it once its lane is free. Changes nothing if it has ended."""
-        request = video_pb2.CancelJobRequest(job_id=job_id)
+        request = video_pb2.CancelJobRequest(job_id=sendable("job_id", job_id))
         return codec.job_from_proto(self._call(self._stub.CancelJob, request).job)
 
     def download(self, job_id: str, name: str, path: str | os.PathLike[str]) -> Artifact:
         """Downloads an artifact of a finished job to the file `path`, which appears once it is whole and verified.
 
-        What arrives is kept in `path` + ".part", and a download that broke off goes on from there. Raises OSError if
-        the file cannot be written.
+        What arrives is kept in `path` + ".part", and a download that broke off goes on from there. A link's target is
+        written; a pipe or a device gets the bytes as they come. Raises OSError if it cannot be written, also where
+        another download is writing it.
         """
-        with ArtifactFile(path) as file:
+        sendable("job_id", job_id), sendable("name", name)
+        with open_sink(path) as file:
             while True:
                 request = video_pb2.DownloadArtifactRequest(job_id=job_id, name=name, offset_bytes=file.num_bytes)
                 try:
                     for response in self._stub.DownloadArtifact(request):
                         file.take(response)
                 except grpc.RpcError as rpc_error:
-                    error = from_rpc_error(rpc_error)
+                    error = from_rpc_error(rpc_error, self._address)
                     if not isinstance(error, InvalidRequestError) or not file.start_anew():
                         raise error from rpc_error
                     continue  # what was left is longer than the artifact
@@ -229,7 +235,7 @@ class Client:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error
 
 
 def _events(line: Line, budget: StallBudget) -> Generator[Event, None, None]:

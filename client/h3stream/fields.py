@@ -38,6 +38,13 @@ def text_violations(field: str, text: object, max_bytes: int) -> list[FieldViola
     return []
 
 
+def sendable(field: str, text: str) -> str:
+    """A text as it is. Raises InvalidRequestError if no message can hold it."""
+    if violations := text_violations(field, text, MAX_PROMPT_BYTES):
+        raise invalid_request(violations)
+    return text
+
+
 def is_finite_or_none(value: object) -> bool:
     """Whether a value is None or a number."""
     # NaN is not <=; True is no number that anybody means.

@@ -259,10 +259,7 @@ def _where(started: RefineStarted) -> str:
     if not started.has_cache:
         return f"no cache: {started.reason}"
     cache = started.spec.cache
-    return (
-        f"cache of {cache.contents} in {cache.precision}, {started.cache_bytes / 2**30:.3g} GiB in {started.backend}: "
-        f"{started.reason}"
-    )
+    return f"cache of {cache.contents} in {cache.precision} in {started.backend}: {started.reason}"
 
 
 def _apart(distance: AudioDistance) -> str:

@@ -6,6 +6,7 @@ the standard google.rpc details.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from h3stream import errors
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
 from h3stream.v1 import status_pb2
+
+log = logging.getLogger(__name__)
 
 DOMAIN = "h3stream"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -92,8 +95,11 @@ def is_connection_loss(error: grpc.RpcError) -> bool:
     return error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN
 
 
-def from_rpc_error(error: grpc.RpcError) -> GenerationError:
-    """The error that a failed call stands for; its cause is the gRPC error."""
+def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
+    """The error that a failed call stands for; its cause is the gRPC error.
+
+    address: of the server as the caller gave it, named where nothing answers there.
+    """
     code: grpc.StatusCode = error.code()
     message: str = error.details() or code.name
     info, bad_request, retry = _details(error)
@@ -102,6 +108,9 @@ def from_rpc_error(error: grpc.RpcError) -> GenerationError:
         cls = _CLASS_OF_STATUS.get(code, GenerationError)
         if code == grpc.StatusCode.UNIMPLEMENTED:
             message = f"the server does not know this call; it may be older than this client ({message})"
+    if address and is_connection_loss(error):
+        log.debug("%s: %s", address, message)
+        message = _unreachable(message, address)
     job_id, phase = info.metadata.get("job_id", ""), info.metadata.get("phase", "")
     chunk_text = info.metadata.get("chunk_index", "")
     chunk_index = int(chunk_text) if chunk_text.isdecimal() else -1
@@ -116,6 +125,15 @@ def from_rpc_error(error: grpc.RpcError) -> GenerationError:
         result = cls(message, job_id=job_id, phase=phase, chunk_index=chunk_index)
     result.__cause__ = error
     return result
+
+
+def _unreachable(message: str, address: str) -> str:
+    """What a lost connection means in words, where there has been none; else what gRPC says."""
+    if "DNS resolution failed" in message:
+        return f"there is no host of that name: {address}"
+    if "failed to connect" in message.lower():
+        return f"nothing answers at {address}; is a server running there (h3stream serve)?"
+    return message
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> status_pb2.RpcBadRequest:

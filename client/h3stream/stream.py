@@ -3,6 +3,7 @@ stands still, a connection that is lost."""
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import grpc
 from h3stream.codec import event_from_proto
 from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation, GenerationError
 from h3stream.events import Accepted, Completed, Event, InitSegment, Progress
-from h3stream.fields import invalid_request
+from h3stream.fields import invalid_request, sendable
 from h3stream.status import from_rpc_error, is_connection_loss
 from h3stream.upload import RefineCall
 from h3stream.v1 import video_pb2
+
+log = logging.getLogger(__name__)
 
 EventResponse = video_pb2.GenerateResponse | video_pb2.AttachResponse | video_pb2.RefineAudioResponse
 """What events arrive in."""
@@ -32,6 +35,7 @@ def attach_request(
 ) -> video_pb2.AttachRequest:
     """The message that asks for a job's events. Raises InvalidRequestError for what no message can hold."""
     starts = {"from_seq": from_seq, "from_chunk": from_chunk, "live": live or None}
+    sendable("job_id", job_id)
     given: dict[str, Any] = {name: value for name, value in starts.items() if value is not None}
     if len(given) > 1:
         names = " and ".join(given)
@@ -157,12 +161,16 @@ class Reconnection:
 
     def succeeded(self) -> None:
         """Notes that something has come."""
+        if self._lost_s is not None:
+            log.warning("connected again")
         self._lost_s = None
         self._num_tries = 0
 
     def next_delay_s(self) -> float | None:
         """Seconds to wait before the next try; None where there is to be none."""
         now_s = self._clock()
+        if self._lost_s is None and self._limit_s > 0:
+            log.warning("connection lost; trying again for up to %g s", self._limit_s)
         if self._lost_s is None:
             self._lost_s = now_s
         if now_s - self._lost_s >= self._limit_s:
@@ -182,14 +190,17 @@ class Line:
         order: EventOrder,
         again: Reconnection,
         asked: RefineCall | None = None,
+        *,
+        address: str = "",
     ) -> None:
         """call: a response stream of Generate, Attach or RefineAudio.  attach: the stub's Attach.
-        asked: what RefineAudio is asked with."""
+        asked: what RefineAudio is asked with.  address: of the server, for messages."""
         self.call = call
         self.order = order
         self._attach = attach
         self._again = again
         self._asked = asked
+        self._address = address
 
     def accept(self, response: EventResponse) -> Event | None:
         """What EventOrder says of a response."""
@@ -203,7 +214,7 @@ class Line:
         can_resume = self.order.has_begun and is_connection_loss(error)
         delay_s = self._again.next_delay_s() if can_resume else None
         if delay_s is None:
-            raise self._explained(from_rpc_error(error)) from error
+            raise self._explained(from_rpc_error(error, self._address)) from error
         return delay_s
 
     def _explained(self, error: GenerationError) -> GenerationError:

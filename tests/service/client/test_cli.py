@@ -479,7 +479,7 @@ async def test_refine_tells_each_step_and_what_changed(run: Run, tmp_path: Path)
         "job refine-0: the sound of 39 frames of 64x64 refined in 3 steps",
         f"warning: {NOTICE}",
         "refine",
-        "cache of hidden in int4, 0.00186 GiB in ram: it has no room on the device",
+        "cache of hidden in int4 in ram: it has no room on the device",
         "refine  step 1/3 build",
         "refine  step 2/3 cached",
         "refine  step 3/3 cached",
