@@ -75,23 +75,28 @@ async def write_record(
     completed: with the figures so far.
     """
 
-    def write(name: str, content: dict[str, Any]) -> None:
-        job.keep(write_json(job.directory, name, content))
-
-    for name in SERVER_ARTIFACTS:
-        if name not in job.plan.artifacts:
-            continue
+    names = [name for name in SERVER_ARTIFACTS if name in job.plan.artifacts]
+    timeline = timeline_of(job)
+    warnings = []
+    if PROVENANCE in names:
         try:
-            if name == PROVENANCE:
-                try:
-                    record.workers = await describe()
-                except GenerationError:
-                    if not record.workers:
-                        raise
-            content = timeline_of(job) if name == TIMELINE else provenance_of(job, completed, record)
-            await to_its_end(write, name, content)
+            record.workers = await describe()
         except GenerationError as error:
-            job.emit(given_up(name, error.message))
+            if not record.workers:
+                names.remove(PROVENANCE)
+                warnings.append(given_up(PROVENANCE, error.message))
+
+    def write_all() -> None:
+        for name in names:
+            content = timeline if name == TIMELINE else provenance_of(job, completed, record)
+            try:
+                job.keep(write_json(job.directory, name, content))
+            except PhaseError as error:
+                warnings.append(given_up(name, error.message))
+
+    await to_its_end(write_all)  # all or none: the one knows the checksum of the other
+    for warning in warnings:
+        job.emit(warning)
 
 
 def given_up(name: str, message: str) -> video_pb2.Warning:

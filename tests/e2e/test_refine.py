@@ -11,16 +11,20 @@ import av
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from core.artifacts import DEFAULT_ARTIFACTS, REFINED, REFINED_LATENTS, REFINED_SOUND
 from core.geometry import num_samples
+from core.latents_file import FORMAT, latent_shapes
 from h3stream import (
     AsyncClient,
     Client,
+    ClipSpec,
     Completed,
     Event,
     FrozenCacheSpec,
     GenerateRequest,
+    InvalidRequestError,
     JobCancelledError,
     RefinedAudio,
     RefineProgress,
@@ -134,9 +138,19 @@ def test_guidance_and_a_comparison(server: Server) -> None:
     assert refined.speed_ratio > 0
 
 
+def test_uploaded_latents_that_are_not_finite_are_refused_by_the_worker(server: Server, tmp_path: Path) -> None:
+    shapes = latent_shapes(ClipSpec(22, 64, 64, 1, 12.0, 3.0, 0, None, "gpu", 0, "dense"))
+    latents = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    latents["audio"][0, 5, 1, 7] = np.nan
+    about = {"format": FORMAT, "num_frames": "22", "width": "64", "height": "64"}
+    save_file(latents, tmp_path / "latents.safetensors", about)
+    with Client(server.address) as client, pytest.raises(InvalidRequestError, match="audio"):
+        list(client.refine(tmp_path / "latents.safetensors", SPEC, prompt=CLIP.prompt))
+
+
 async def test_a_refinement_that_is_cancelled_leaves_a_clip_that_can_be_refined(server: Server) -> None:
     async with AsyncClient(server.address) as client:
-        stream = client.generate(CLIP, refine_audio=RefineSpec(steps=100))
+        stream = client.generate(CLIP, refine_audio=RefineSpec(steps=100, cache=FrozenCacheSpec(enabled=False)))
 
         async def until_refining() -> None:
             async for event in stream:
