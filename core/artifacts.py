@@ -26,7 +26,7 @@ REFINED_SOUND = "refined.flac"
 REFINED_LATENTS = "refined-latents.safetensors"
 """The latents after refinement."""
 COMPARISON = "refine-compare.png"
-"""Spectrograms of the refined sound and of the exact result."""
+"""Spectrograms of the sound before, of the refined sound, and of the exact result where there is one."""
 
 TIMELINE = "timeline.json"
 """When each phase began and each fragment left."""

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from core.geometry import num_samples
-from tests.unit.services.vae.harness import MuxedClip, mux_clip
+from tests.unit.services.vae.harness import MuxedClip, mux_clip, mux_sound
 
 PAGE = Path(__file__).with_name("player.html")
 CHROMIUM_FLAGS = (
@@ -138,4 +138,22 @@ def test_a_browser_plays_every_frame(
         assert frames == pytest.approx([round(frame) for frame in frames], abs=1e-2)
         assert frames == sorted(frames)
         assert first <= round(frames[0]) <= round(frames[-1]) < num_frames
+        assert played["decodedAudioBytes"] > 0
+
+
+def test_a_browser_plays_the_sound_alone(tmp_path: Path) -> None:
+    pcm = np.zeros((2, num_samples(39)), np.float32)
+    pcm[:, IMPULSE] = 0.9
+    clip = mux_sound(39, pcm)
+    report = play(clip, [0, 1], tmp_path / "profile")
+    print(report)
+    assert "error" not in report, report
+    assert report["isSupported"]
+    assert abs(report["loudestSample"] - IMPULSE) <= 32
+    for played in report["plays"]:
+        first = 17 * played["first"]
+        assert played["bufferedRanges"] == 1
+        assert -1e-3 < played["bufferedStart"] - first / 24 < (1e-3 if first == 0 else 1024 / 32_000)
+        assert played["declaredDuration"] == pytest.approx(num_samples(39) / 32_000, abs=1e-3)
+        assert played["bufferedEnds"][-1] == pytest.approx(num_samples(39) / 32_000, abs=1024 / 32_000)
         assert played["decodedAudioBytes"] > 0

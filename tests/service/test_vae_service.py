@@ -145,3 +145,106 @@ async def test_an_abandoned_call_leaves_the_worker_free(channel: aio.Channel) ->
     await vae.CloseSession(workers_pb2.VaeServiceCloseSessionRequest(session_id="s"))
     await open_session(vae)
     assert [response.WhichOneof("payload") async for response in vae.DecodeChunk(requests(0))] == ["init_segment"]
+
+
+SOUND_SHAPE = (1, 32, 2, 65)
+
+
+def sound_requests(
+    directory: str = "",
+    artifacts: tuple[str, ...] = (),
+    names: tuple[str, ...] = ("audio", "audio_before"),
+    **files: str,
+) -> Iterator[workers_pb2.DecodeAudioRequest]:
+    yield workers_pb2.DecodeAudioRequest(
+        header=workers_pb2.DecodeAudioHeader(
+            clip=clip_spec_to_proto(CLIP), artifact_directory=directory, artifacts=artifacts, **files
+        )
+    )
+    for seed, name in enumerate(names):
+        for part in to_parts(name, torch.randn(SOUND_SHAPE, generator=torch.Generator().manual_seed(seed))):
+            yield workers_pb2.DecodeAudioRequest(tensor=part)
+
+
+async def test_a_refined_sound_goes_through_the_service(channel: aio.Channel, tmp_path: Path) -> None:
+    vae, shared = workers_pb2_grpc.VaeServiceStub(channel), workers_pb2_grpc.WorkerServiceStub(channel)
+    await shared.EnterPhase(workers_pb2.EnterPhaseRequest())
+    wanted = ("refined.mp4", "refined.flac", "refine-compare.png")
+    names = ("audio", "audio_before", "exact_audio")
+    call = sound_requests(str(tmp_path / "made"), wanted, names, video_file=str(tmp_path / "final.mp4"))
+    responses = [response async for response in vae.DecodeAudio(call)]
+    assert [r.WhichOneof("payload") for r in responses] == [
+        "init_segment",
+        "fragment",
+        "fragment",
+        "fragment",
+        "finished",
+    ]
+    start, *fragments = (getattr(r, r.WhichOneof("payload")) for r in responses[:-1])
+    assert (start.mime_type, start.video_encoder, start.audio_encoder) == ('audio/mp4; codecs="mp4a.40.2"', "", "aac")
+    assert violations(start.data + b"".join(f.data for f in fragments), frames=0, samples=52_000) == []
+    assert [(f.fragment_index, f.chunk_index, f.num_frames, f.is_keyframe) for f in fragments] == [
+        (0, -1, 0, True), (1, -1, 0, True), (2, -1, 0, True)
+    ]  # fmt: skip
+    assert [f.start_ticks for f in fragments[1:]] == [3 * f.num_samples_total for f in fragments[:-1]]
+    assert sum(f.duration_ticks for f in fragments) == 3 * 52_000
+
+    finished = responses[-1].finished
+    assert [(a.name, a.relative_path, a.media_type) for a in finished.artifacts] == [
+        ("refined.flac", "refined.flac", "audio/flac"), ("refine-compare.png", "refine-compare.png", "image/png")
+    ]  # fmt: skip
+    assert [(f.name, f.message) for f in finished.failures] == [
+        ("refined.mp4", "final.mp4 cannot be read: No such file or directory")
+    ]
+    assert finished.stream_failure == ""
+    for health in (finished.audio_health, finished.audio_health_before):
+        assert 0 < health.std < health.peak <= 1 <= health.normalisation_divisor
+    assert finished.audio_health != finished.audio_health_before
+    for distance in (finished.change, finished.against_exact):
+        assert distance.log_mel_db > 0 < distance.rms_ratio
+    assert finished.change != finished.against_exact
+
+    without = [response async for response in vae.DecodeAudio(sound_requests())][-1].finished
+    assert not without.HasField("against_exact")
+    assert (without.change, list(without.artifacts)) == (finished.change, [])
+
+
+def wrong_sounds() -> Iterator[tuple[list[workers_pb2.DecodeAudioRequest], grpc.StatusCode, str]]:
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    header, *parts = sound_requests()
+    yield [], invalid, "DecodeAudio needs a header"
+    yield parts, invalid, "must be a header"
+    yield [header, header], invalid, "must be a tensor part"
+    yield [header, parts[0]], invalid, "tensor 'audio_before' is missing"
+    long = next(to_parts("audio", torch.zeros(1, 32, 2, 66)))
+    yield [header, workers_pb2.DecodeAudioRequest(tensor=long)], invalid, "expected torch.float32"
+    yield [header, *list(sound_requests(names=("video",)))[1:]], invalid, "tensor 'video' is not expected"
+    nan = next(to_parts("audio", torch.full(SOUND_SHAPE, torch.nan)))
+    yield [header, workers_pb2.DecodeAudioRequest(tensor=nan), parts[1]], invalid, "audio holds values that are not"
+    yield list(sound_requests(artifacts=("refined.mp4",))), invalid, "video_file is empty"
+    wrong = workers_pb2.DecodeAudioHeader(clip=types_pb2.ClipSpec(num_frames=23, width=64, height=64))
+    yield [workers_pb2.DecodeAudioRequest(header=wrong)], invalid, "num_frames is 23"
+    yield [header, *parts], grpc.StatusCode.FAILED_PRECONDITION, "enter the phase first"
+
+
+async def test_wrong_sounds_are_refused_with_their_reason(channel: aio.Channel) -> None:
+    vae = workers_pb2_grpc.VaeServiceStub(channel)
+    for messages, code, words in wrong_sounds():
+        with pytest.raises(aio.AioRpcError) as caught:
+            async for _ in vae.DecodeAudio(iter(messages)):
+                pass
+        assert caught.value.code() == code, words
+        assert words in (caught.value.details() or "")
+
+
+async def test_an_abandoned_sound_leaves_no_file_and_the_worker_free(channel: aio.Channel, tmp_path: Path) -> None:
+    vae, shared = workers_pb2_grpc.VaeServiceStub(channel), workers_pb2_grpc.WorkerServiceStub(channel)
+    await shared.EnterPhase(workers_pb2.EnterPhaseRequest())
+    call = vae.DecodeAudio(sound_requests(str(tmp_path / "made"), ("refined.flac", "refine-compare.png")))
+    async for response in call:
+        if response.WhichOneof("payload") == "fragment":
+            call.cancel()
+            break
+    # The next call waits for the one before.
+    assert (await shared.LeavePhase(workers_pb2.LeavePhaseRequest())).device_weight_bytes == 0
+    assert list((tmp_path / "made").iterdir()) == []

@@ -21,8 +21,8 @@ class LatentsSource:
         try:
             header = read_header(path)
         except CheckpointError as error:
-            # Its message names the path, which is no caller's business.
-            raise PhaseError(f"{path.name} {str(error).removeprefix(str(path)).lstrip(': ')}") from error
+            # Paths of the server are no caller's business.
+            raise PhaseError(str(error).replace(str(path), path.name)) from error
         found = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
         expected = {name: ("F32", shape) for name, shape in latent_shapes(clip).items()}
         if found != expected:

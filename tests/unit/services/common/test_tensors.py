@@ -151,6 +151,19 @@ def test_a_missing_tensor_is_refused() -> None:
         TensorAssembler({"x": (FLOATS, (4,))}).finish()
 
 
+def test_an_optional_tensor_may_be_missing_and_is_otherwise_as_strict() -> None:
+    expected = dict.fromkeys("xy", (FLOATS, (4,)))
+    assembler = TensorAssembler(expected, optional="y")
+    for part in to_parts("x", torch.ones(4)):
+        assembler.add(part)
+    assert assembler.finish().keys() == {"x"}
+    assembler.add(first_part(name="y"))
+    with pytest.raises(InvalidRequestError, match="tensor 'y' ends at byte 8 of 16"):
+        assembler.finish()
+    with pytest.raises(InvalidRequestError, match="tensor 'x' is missing"):
+        TensorAssembler(expected, optional="y").finish()
+
+
 def test_announcing_a_huge_tensor_takes_no_memory() -> None:
     assembler = TensorAssembler({"x": (FLOATS, (None, 5120))})
     assembler.add(first_part(shape=(2**62, 5120)))
