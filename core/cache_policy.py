@@ -120,11 +120,6 @@ def build_request(requested: str, room: CacheRoom, margin_gb: float) -> Request:
     return Request(room.transient_bytes + on_device + _margin(margin_gb), in_host)
 
 
-def step_request(num_working_bytes: int, margin_gb: float) -> Request:
-    """Room to ask for before a cached step."""
-    return Request(num_working_bytes + _margin(margin_gb), 0)
-
-
 def choose_backend(requested: str, room: CacheRoom) -> Choice:
     """Where a cache shall live: where it was asked to, or the first place that has room.
 

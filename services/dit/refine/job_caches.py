@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from core.budget import ModelSize
-from core.cache_policy import Choice, gib, resident_bytes, working_bytes
+from core.cache_policy import Choice, gib, resident_bytes, staging_bytes, working_bytes
 from services.dit.refine.codecs import make_codec
 from services.dit.refine.frozen_cache import NUM_TENSORS, FrozenCache
 from services.dit.refine.identity import CacheContent, CacheKind
@@ -170,6 +170,9 @@ class JobCaches:
             consequence,
             plan.reason,
             gib(plan.transient_bytes),
-            gib(working_bytes(plan.num_rows, spec.contents, self._model)),
+            gib(
+                working_bytes(plan.num_rows, spec.contents, self._model)
+                + staging_bytes(plan.backend, plan.cache_bytes, self._model)
+            ),
             "warm" if self.is_warm else "cold",
         )

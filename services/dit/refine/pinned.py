@@ -7,7 +7,6 @@ nothing, and what is kept is the pool's to decide: it gives memory back to the s
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +18,8 @@ from h3stream.errors import DeviceMemoryError
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 256 << 20
+MAX_SPARE_BYTES = 4 << 30
+"""Page-locked memory kept for the next store: locking it anew takes about a second, and nobody else can have it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +47,20 @@ class HostPool:
         self,
         *,
         pinned: bool,
-        keeps: bool = True,
-        max_pinned_bytes: int = sys.maxsize,
+        max_spare_bytes: int = MAX_SPARE_BYTES,
         block_bytes: int = BLOCK_BYTES,
         allocate: Callable[[int], Tensor] = pinned_memory,
     ) -> None:
         """pinned: page-locked memory, until an allocation fails; from then on ordinary memory, for good.
 
-        keeps: whether page-locked blocks that are given back stay for the next store.  max_pinned_bytes: most
-        page-locked memory, taken or kept; what goes beyond it is ordinary.  block_bytes: a power of two.  allocate:
-        makes page-locked memory; raises RuntimeError if it cannot.
+        max_spare_bytes: most page-locked memory that is kept for the next store.  block_bytes: a power of two.
+        allocate: makes page-locked memory; raises RuntimeError if it cannot.
         """
         self.fallback_reason = ""
         """Why memory is not page-locked although that was asked for; empty if it is."""
-        self.pinned_bytes = 0
-        """Page-locked bytes, taken or kept."""
         self.block_bytes = block_bytes
-        self._pins, self._keeps, self._max_pinned_bytes = pinned, keeps, max_pinned_bytes
+        self._pins = pinned
+        self._max_spare = max_spare_bytes // block_bytes
         self._allocate = allocate
         self._spare: list[Block] = []
 
@@ -86,36 +84,29 @@ class HostPool:
         return blocks
 
     def give_back(self, blocks: list[Block]) -> None:
-        """Takes blocks back of which nothing is in use any more; those that are not page-locked are let go."""
+        """Takes blocks back, of which nothing is in use any more; those that are not page-locked are let go."""
         self._spare += [block for block in blocks if block.is_pinned]
-        if not self._keeps:
-            self.trim()
+        blocks.clear()
+        self._shrink(self._max_spare)
 
     def trim(self) -> None:
         """Gives what is kept back to the system."""
-        if self._spare:
-            self.pinned_bytes -= self.spare_bytes
-            self._spare.clear()
+        self._shrink(0)
+
+    def _shrink(self, num_blocks: int) -> None:
+        if len(self._spare) > num_blocks:
+            del self._spare[num_blocks:]
             if torch.accelerator.is_available():
                 torch.accelerator.empty_host_cache()
 
     def _make(self, num_bytes: int) -> Block:
         """num_bytes: what is still needed."""
         size = self.block_bytes
-        if self._pins and self.pinned_bytes + size > self._max_pinned_bytes:
-            self._report(f"no more than {self._max_pinned_bytes} bytes may be page-locked")
-        elif self._pins:
+        if self._pins:
             try:
-                memory = self._allocate(size)
+                return Block(self._allocate(size), is_pinned=True)
             except RuntimeError as error:
                 self._pins = False
-                self._report(f"page-locked memory could not be allocated: {error}")
-            else:
-                self.pinned_bytes += size
-                return Block(memory, is_pinned=True)
+                self.fallback_reason = f"page-locked memory could not be allocated: {error}"
+                log.warning("the frozen cache falls back to pageable host memory: %s", self.fallback_reason)
         return Block(torch.empty(min(size, num_bytes), dtype=torch.uint8), is_pinned=False)
-
-    def _report(self, reason: str) -> None:
-        if reason != self.fallback_reason:
-            self.fallback_reason = reason
-            log.warning("the frozen cache falls back to pageable host memory: %s", reason)

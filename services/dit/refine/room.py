@@ -58,7 +58,7 @@ class CacheRooms:
         self._device = device
         self._directory = directory
         self._pinned = pinned and device.type == "cuda"
-        self._pool = HostPool(pinned=self._pinned, keeps=False)
+        self._pool = HostPool(pinned=self._pinned)
         self._free_device = free_device or partial(free_device_bytes, device)
         self._available_host = available_host
         if directory is not None:
@@ -114,8 +114,9 @@ class CacheRooms:
         return f"{gib(resident_host_bytes())} resident, {gib(self._available_host())} of host memory available"
 
     def close(self) -> None:
-        """Frees the shared caches."""
+        """Frees the shared caches, and what is kept for the next ones."""
         self.shared.clear("the worker ends")
+        self._pool.trim()
 
     def _measured(self, spec: FrozenCacheSpec, sizes: CacheSizes) -> CacheRoom:
         return CacheRoom(
@@ -123,7 +124,7 @@ class CacheRooms:
             smallest_bytes=sizes.smallest_bytes,
             transient_bytes=sizes.transient_bytes,
             free_device_bytes=self._free_device(),
-            available_host_bytes=self._available_host(),
+            available_host_bytes=self._available_host() + self._pool.spare_bytes,
             allow_disk=spec.allow_disk and self._directory is not None,
             is_shared=spec.shared,
         )

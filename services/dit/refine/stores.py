@@ -113,7 +113,9 @@ def make_store(
     if backend == "vram":
         records = DeviceRecords(layout, shape.num_layers, shape.device)
     elif backend == "ram":
-        records = HostRecords(layout, shape.num_layers, shape.device, pool or HostPool(pinned=pinned, keeps=False))
+        records = HostRecords(
+            layout, shape.num_layers, shape.device, pool or HostPool(pinned=pinned, max_spare_bytes=0)
+        )
     elif backend == "disk":
         if directory is None:
             raise UnsupportedError("the cache's backend is disk, but this server has no directory for it")

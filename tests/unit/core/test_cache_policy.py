@@ -21,7 +21,6 @@ from core.cache_policy import (
     gib,
     row_bytes,
     staging_bytes,
-    step_request,
     transient_bytes,
     working_bytes,
 )
@@ -142,7 +141,6 @@ def test_the_margin_asked_for_pads_requests_and_is_not_the_margin_of_auto() -> N
     assert build_request("disk", needs, 1.0).host_bytes == 0
     assert build_request("ram", needs, 1.0).host_bytes == 15 * GIB
     assert build_request("auto", replace(needs, is_shared=True), 1.0).device_bytes == 9 * GIB
-    assert step_request(3 * GIB, 1.0).device_bytes == 4 * GIB
 
 
 def test_a_cached_step_works_in_the_rows_of_one_block() -> None:

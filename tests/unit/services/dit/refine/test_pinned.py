@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h3stream.errors import DeviceMemoryError
-from services.dit.refine.pinned import HostPool
+from services.dit.refine.pinned import Block, HostPool
 
 BLOCK = 1 << 12
 
@@ -32,27 +32,30 @@ class Allocator:
 def test_blocks_cover_what_is_asked_for() -> None:
     pool = HostPool(pinned=True, block_bytes=BLOCK, allocate=Allocator())
     assert [len(pool.take(size)) for size in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]
-    assert pool.pinned_bytes == 4 * BLOCK
 
 
 def test_blocks_that_come_back_serve_the_next_store() -> None:
     allocator = Allocator()
     pool = HostPool(pinned=True, block_bytes=BLOCK, allocate=allocator)
     first = pool.take(3 * BLOCK)
+    memory = {block.memory.data_ptr() for block in first}
     pool.give_back(first)
-    assert pool.spare_bytes == pool.pinned_bytes == 3 * BLOCK
-    second = pool.take(2 * BLOCK)
-    assert all(block in first for block in second)
-    assert allocator.num_calls == 3
+    assert pool.spare_bytes == 3 * BLOCK
+    second = pool.take(4 * BLOCK)
+    assert memory < {block.memory.data_ptr() for block in second}
+    assert allocator.num_calls == 4
     pool.give_back(second)
     pool.trim()
-    assert pool.spare_bytes == pool.pinned_bytes == 0
+    assert pool.spare_bytes == 0
 
 
-def test_a_pool_that_keeps_nothing_keeps_nothing() -> None:
-    pool = HostPool(pinned=True, keeps=False, block_bytes=BLOCK, allocate=Allocator())
-    pool.give_back(pool.take(3 * BLOCK))
-    assert pool.spare_bytes == pool.pinned_bytes == 0
+@pytest.mark.parametrize(("bound", "kept"), [(0, 0), (BLOCK - 1, 0), (2 * BLOCK, 2), (9 * BLOCK, 3)])
+def test_no_more_is_kept_than_the_bound(bound: int, kept: int) -> None:
+    pool = HostPool(pinned=True, max_spare_bytes=bound, block_bytes=BLOCK, allocate=Allocator())
+    blocks = pool.take(3 * BLOCK)
+    pool.give_back(blocks)
+    assert pool.spare_bytes == kept * BLOCK
+    assert blocks == []  # whoever gave them back holds none of them any more
 
 
 def test_ordinary_memory_is_used_once_page_locked_memory_ends_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,15 +74,6 @@ def test_ordinary_memory_is_used_once_page_locked_memory_ends_and_told_once(capl
     assert pool.spare_bytes == 2 * BLOCK
 
 
-def test_no_more_is_page_locked_than_allowed_whatever_is_given_back() -> None:
-    pool = HostPool(pinned=True, max_pinned_bytes=2 * BLOCK, block_bytes=BLOCK, allocate=Allocator())
-    blocks = pool.take(3 * BLOCK)
-    assert [block.is_pinned for block in blocks] == [True, True, False]
-    assert pool.fallback_reason == f"no more than {2 * BLOCK} bytes may be page-locked"
-    pool.give_back(blocks)
-    assert [block.is_pinned for block in pool.take(3 * BLOCK)] == [True, True, False]
-
-
 def test_memory_is_ordinary_without_a_reason_where_that_was_asked_for() -> None:
     allocator = Allocator()
     pool = HostPool(pinned=False, block_bytes=BLOCK, allocate=allocator)
@@ -89,12 +83,11 @@ def test_memory_is_ordinary_without_a_reason_where_that_was_asked_for() -> None:
 
 
 def test_a_host_without_memory_is_told_and_nothing_stays_taken() -> None:
-    pool = HostPool(pinned=True, max_pinned_bytes=BLOCK, block_bytes=BLOCK, allocate=Allocator())
     with pytest.raises(DeviceMemoryError, match="no host memory for 1125899906842624 bytes of cached rows"):
         HostPool(pinned=False, block_bytes=1 << 60).take(1 << 50)
-    (block,) = pool.take(BLOCK)
-    pool.give_back([block])
-    huge = HostPool(pinned=True, max_pinned_bytes=1 << 49, block_bytes=1 << 49, allocate=lambda _: block.memory)
+    size = 1 << 49  # the first block is there, and no other
+    pool = HostPool(pinned=True, max_spare_bytes=size, block_bytes=size, allocate=Allocator(num_blocks=0))
+    pool.give_back([Block(torch.empty(1), is_pinned=True)])
     with pytest.raises(DeviceMemoryError):
-        huge.take(1 << 51)
-    assert huge.spare_bytes == huge.pinned_bytes == 1 << 49
+        pool.take(2 * size)
+    assert pool.spare_bytes == size
