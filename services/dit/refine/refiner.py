@@ -261,16 +261,12 @@ class Refiner:
         report: StepReport,
         reason: str,
     ) -> Streams:
-        try:
-            attention = rows.building(cache.begin_build(rows.split))
-            velocity = self._full(branch, forward, report, "build", attention)
-            if _is_finite(velocity):
-                cache.complete_build(rows.split, forward.sigma)
-                report.note("build", reason)
-                return velocity
-        except BaseException:
-            cache.free()
-            raise
+        attention = rows.building(cache.begin_build(rows.split))
+        velocity = self._full(branch, forward, report, "build", attention)
+        if _is_finite(velocity):
+            cache.complete_build(rows.split, forward.sigma)
+            report.note("build", reason)
+            return velocity
         cache.free()
         report.note("exact", NOT_FINITE)
         return self._full(branch, forward, report, "exact", self._model.dense_attention(branch.layout))
@@ -340,7 +336,7 @@ class Refiner:
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
-        """Takes back what a step that fails did to the caches: builds of this step go, counts return."""
+        """Takes back what a step that fails did to the caches: builds of this step go, half ones too; counts return."""
         caches = [branch.cache for branch in self._branches if branch.cache is not None]
         marks = [cache.mark() for cache in caches]
         try:

@@ -76,23 +76,23 @@ class DpmPlusPlus2M:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._before: tuple[int, Streams] | None = None
-        """The last step's grid point and its estimates."""
+        self._before: Streams | None = None
+        """Estimates of the last step."""
 
     def step(self, streams: Streams, point: int, evaluate: Evaluate) -> Streams:
         """See Sampler."""
         x0 = evaluate(streams, point)
         moved = _blended(streams, self._extrapolated(x0, point), self._grid, point)
-        self._before = (point, x0)
+        self._before = x0
         return moved
 
     def _extrapolated(self, x0: Streams, point: int) -> Streams:
-        if self._before is None or self._before[0] != point - 1 or not all(self._grid[point + 1]):
+        if self._before is None or not all(self._grid[point + 1]):
             return x0
         levels = zip(*self._grid[point - 1 : point + 2], strict=True)
         return tuple(
             torch.lerp(before, now, 1 + _growth(*sigmas))
-            for before, now, sigmas in zip(self._before[1], x0, levels, strict=True)
+            for before, now, sigmas in zip(self._before, x0, levels, strict=True)
         )
 
 

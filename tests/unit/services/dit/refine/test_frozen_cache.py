@@ -383,6 +383,7 @@ def test_a_build_whose_sound_is_not_finite_is_discarded_and_the_step_is_exact() 
     assert report.num_blocks == {"exact": LAYERS, "build": LAYERS, "cached": 0}
     assert report.num_forwards == 2
     assert not cache.is_valid
+    assert cache.num_bytes == report.cache_bytes == 0
     assert torch.equal(refiner.latents.audio, exact.latents.audio)
     assert [refiner.step().mode for _ in range(3)] == ["build", "cached", "cached"]
 
