@@ -259,6 +259,10 @@ class Script:
     """Why the sound of a clip cannot be refined."""
     upload_limit: int = -1
     """Bytes of an upload after which its connection is lost."""
+    silent_upload: bool = False
+    """Whether the server takes nothing of an upload but its first piece."""
+    silent_download: bool = False
+    """Whether a download never ends."""
     cut_download: bool = False
     """Whether the next download loses its connection half way."""
     stall_at: int = -1
@@ -309,6 +313,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
             self.uploads.append(b"")
             async for message in request_iterator:
                 self.uploads[-1] += message.data
+                if self.script.silent_upload:
+                    await self._never()
                 if 0 <= self.script.upload_limit <= len(self.uploads[-1]):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
             if hashlib.sha256(self.uploads[-1]).hexdigest() != header.upload.sha256:
@@ -332,6 +338,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         data = content_of(request.job_id, request.name)
         is_cut, self.script.cut_download = self.script.cut_download, False
         yield video_pb2.DownloadArtifactResponse(data=data[request.offset_bytes : len(data) // (1 + is_cut)])
+        if self.script.silent_download:
+            await self._never()
         if is_cut:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
@@ -408,6 +416,13 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     ) -> video_pb2.GetServerInfoResponse:
         self._refuse()
         return codec.server_info_to_proto(SERVER_INFO)
+
+    async def _never(self) -> None:
+        """Waits until the caller has gone."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.disconnected.set()
 
     async def _lose(self, event: Event, context: Any) -> None:
         if event.seq in self.script.lose_at:

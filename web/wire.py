@@ -68,13 +68,16 @@ def parse_request(body: bytes) -> GenerateRequest:
     if "prompt" not in fields:
         violations.append(FieldViolation("prompt", "prompt is missing; it must be a string"))
     given = _objects({name: value for name, value in fields.items() if name in REQUEST_FIELDS}, violations)
-    if isinstance(given.get("refine_audio"), dict):
+    if given.get("refine_audio") is not None:
+        wish = given.pop("refine_audio")
         try:
-            given["refine_audio"] = _refine_spec(given["refine_audio"])
+            given["refine_audio"] = _refine_spec(wish)
         except InvalidRequestError as error:
-            del given["refine_audio"]
             prefix = "refine_audio."
             violations += (FieldViolation(prefix + v.field, prefix + v.description, v.reason) for v in error.violations)
+        except TypeError:
+            rule = f"it must be an object with fields of {', '.join(REFINE_FIELDS)}"
+            violations.append(FieldViolation("refine_audio", f"refine_audio is {wish!r:.80}; {rule}"))
     try:
         request = GenerateRequest(**{"prompt": "", **given})
     except InvalidRequestError as error:
@@ -102,7 +105,10 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _refine_spec(fields: dict[str, Any]) -> RefineSpec:
+def _refine_spec(fields: Any) -> RefineSpec:
+    """Raises TypeError for what is no JSON object."""
+    if not isinstance(fields, dict):
+        raise TypeError(fields)
     violations = _unknown_fields(fields, REFINE_FIELDS)
     given = _objects({name: value for name, value in fields.items() if name in REFINE_FIELDS}, violations)
     try:

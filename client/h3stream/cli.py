@@ -404,7 +404,13 @@ def _deliver(
         is_piped = outputs.clip == STANDARD_OUTPUT
         (say if is_piped else _print)("\n".join(tally.summary()))
         fetched = outputs.artifacts.values() if ending is Ending.WHOLE else ()
-        streamed = [outputs.clip] if outputs.clip and not is_piped and tally.first_fragment_s is not None else []
+        has_clip = tally.first_fragment_s is not None
+        if outputs.clip is not None and not has_clip and tally.refined is not None:
+            job_id = tally.refined.job_id
+            say(
+                f"h3stream: job {job_id} streams no clip; `h3stream download {job_id} refined.mp4` fetches what it made"
+            )
+        streamed = [outputs.clip] if outputs.clip is not None and has_clip and not is_piped else []
         for path in (*streamed, *fetched):
             _print(path)
     return STATUS_OF_ENDING[ending]

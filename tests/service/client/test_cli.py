@@ -22,10 +22,12 @@ from h3stream import (
     Fragment,
     FrozenCacheSpec,
     GenerateRequest,
+    JobCancelledError,
     MuxError,
     NotReadyError,
     OverloadedError,
     PreviewSpec,
+    RefineProgress,
     RefineSpec,
     TimeRange,
 )
@@ -294,10 +296,10 @@ async def test_bad_arguments_end_with_status_2(
     assert (service.requests, service.headers) == ([], [])
 
 
-async def test_a_job_is_refined_at_its_server_alone(tmp_path: Path) -> None:
-    result = await finish(await start("refine", "job-0", "-o", "clip.mp4", cwd=tmp_path))
+async def test_a_job_is_refined_where_it_was_made(tmp_path: Path) -> None:
+    result = await finish(await start("refine", "job-0", "-o", "clip.mp4", "--model", ".", cwd=tmp_path))
     assert result.status == 2
-    assert "a job is refined where it was made: name its server" in result.err
+    assert "a job is refined where it was made" in result.err
 
 
 async def test_a_failure_mid_stream_says_why_and_keeps_what_had_arrived(
@@ -549,6 +551,48 @@ async def test_an_interrupt_cancels_the_refinement(address: str, service: FakeVi
     result = await finish(process)
     assert (result.status, result.err) == (130, "h3stream: interrupted; the job is cancelled\n")
     assert service.cancelled == {"refine-0"}
+
+
+async def test_a_job_that_ends_behind_its_clip_leaves_the_clip_whole(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    events = list(events_of(plan_of(GenerateRequest("a fox", refine_audio=RefineSpec()))))
+    step = next(event.seq for event in events if isinstance(event, RefineProgress))
+    service.script = Script(fail_at=step, fail_with=JobCancelledError("job-0 was cancelled", job_id="job-0"))
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--refine-audio")
+    assert result.status == 1
+    assert "h3stream: clip.mp4 is whole, but its sound is not refined" in result.err.splitlines()
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+
+
+async def test_a_download_that_cannot_be_written_or_is_interrupted_is_told(
+    run: Run, address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    (tmp_path / "louder.mp4").symlink_to("/dev/full")
+    result = await run("refine", "job-0", "-o", "louder.mp4")
+    assert result.status == 1
+    told = "h3stream: cannot write louder.mp4: No space left on device; job refine-0 has ended"
+    assert result.err.splitlines()[-1] == told
+    service.script = Script(silent_download=True)
+    process = await start("refine", "job-0", "-o", "quiet.mp4", "--server", address, cwd=tmp_path)
+    part = tmp_path / "quiet.mp4.part"
+    await until(lambda: part.exists() and part.stat().st_size > 0)
+    process.send_signal(signal.SIGINT)
+    result = await finish(process)
+    assert result.status == 130
+    assert result.err.splitlines()[-1] == "h3stream: interrupted; job refine-1 has ended, but quiet.mp4 is not whole"
+    assert service.cancelled == set()
+
+
+async def test_a_job_without_a_clip_can_be_followed(run: Run, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    await run("refine", "job-0", "-o", "louder.mp4")
+    result = await run("attach", "refine-0", "-o", "nothing.mp4")
+    assert result.status == 0
+    assert result.out.decode().splitlines()[0] == "sound refined in 1.8 s, steps: 1 build, 5 cached"
+    assert "job refine-0 streams no clip; `h3stream download refine-0 refined.mp4` fetches" in result.err
+    assert not (tmp_path / "nothing.mp4").exists()
 
 
 async def test_plan_tells_how_the_sound_will_be_refined(run: Run) -> None:

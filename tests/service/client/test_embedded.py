@@ -17,7 +17,7 @@ import pytest
 from h3stream import Client, GenerateRequest, embedded
 from h3stream.embedded import EmbeddedServer, model_directory, serve_command
 from h3stream.errors import StartupError
-from tests.fakes import media_of, plan_of
+from tests.fakes import content_of, media_of, plan_of
 
 ROOT = Path(__file__).parents[3]
 CLI = [sys.executable, "-m", "h3stream.cli"]
@@ -78,7 +78,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MARKS", str(marks))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (packages, ROOT, ROOT / "client"))))
     monkeypatch.delenv("H3STREAM_MODEL", raising=False)
     monkeypatch.chdir(tmp_path)
     return marks
@@ -104,6 +104,20 @@ async def until_it_samples(process: Process) -> None:
     assert process.stderr is not None
     while b"denoise" not in await asyncio.wait_for(process.stderr.readline(), 30):
         pass
+
+
+async def test_a_latents_file_is_refined_without_a_server(marks: Path, tmp_path: Path) -> None:
+    given = ("refine", "latents.safetensors", "--prompt", "a fox", "-o", "louder.mp4", "--model", "my-model")
+    status, _, err = await finish(await start(*given))
+    (tmp_path / "my-model").mkdir(exist_ok=True)
+    assert (status, list(marks.iterdir())) == (2, [])  # what cannot be sent starts nothing
+    assert "latents.safetensors cannot be read: No such file" in err
+    (tmp_path / "latents.safetensors").write_bytes(b"latents")
+    status, out, err = await finish(await start(*given))
+    assert status == 0, err
+    assert (tmp_path / "louder.mp4").read_bytes() == content_of("refine-0", "refined.mp4")
+    assert out.splitlines()[-1] == "louder.mp4"
+    assert (marks / "stopped").exists()
 
 
 async def test_generate_without_a_server_starts_one_and_stops_it(marks: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from h3stream import (
     AdapterChoice,
     AsyncClient,
     Client,
+    DeadlineError,
     DeviceMemoryError,
     Event,
     FrozenCacheSpec,
@@ -253,3 +254,27 @@ async def test_leaving_early_ends_the_call_and_the_job_can_be_cancelled(
     await asyncio.to_thread(leave)
     await asyncio.wait_for(service.disconnected.wait(), 5)
     assert service.cancelled == {"refine-0"}
+
+
+async def test_leaving_in_the_middle_of_an_upload_ends_it(
+    address: str, service: FakeVideoService, latents: Path
+) -> None:
+    service.script = Script(silent_upload=True)
+    async with AsyncClient(address) as client:
+        events = client.refine(latents, prompt="a fox")
+        waiting = asyncio.ensure_future(anext(events))
+        while not service.uploads:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await events.aclose()
+        await asyncio.wait_for(service.disconnected.wait(), 5)
+    service.disconnected.clear()
+
+    def leave() -> None:
+        with Client(address) as client, pytest.raises(DeadlineError):
+            next(client.refine(latents, prompt="a fox", stall_timeout_s=0.5))
+
+    await asyncio.to_thread(leave)
+    await asyncio.wait_for(service.disconnected.wait(), 5)
+    assert service.headers == []

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from h3stream.events import Event, Fragment, InitSegment, Progress
+from h3stream.events import Event, Fragment, InitSegment, Progress, RefinedAudio, RefineFailed, RefineProgress
 from h3stream.progress import Lines, LiveBar, Tally, bar_line
+from h3stream.refine import RefineSpec
 from h3stream.request import GenerateRequest
-from tests.fakes import NOTICE, events_of, heartbeat, plan_of
+from tests.fakes import NOTICE, events_of, heartbeat, plan_of, refine_events_of
 
 PLAN = plan_of(GenerateRequest("a fox"))
 EVENTS = list(events_of(PLAN))
@@ -66,6 +67,41 @@ def test_a_dense_clip_is_counted_in_its_own_forwards_and_has_no_chunk_while_it_i
     assert states[sampled[-1] + 2].describe() == "decode  chunk 1/3  0/39 frames"
     assert states[-1].notes[0] == "job job-0: 39 frames of 64x64 sampled at once, seed 0"
     assert states[-1].summary()[0].endswith("0 of 39 frames were out before sampling ended")
+
+
+REFINED_PLAN = plan_of(GenerateRequest("a fox", refine_audio=RefineSpec(steps=4)))
+REFINED = list(events_of(REFINED_PLAN))
+REFINEMENT = list(refine_events_of(REFINED_PLAN, ()))
+
+
+@pytest.mark.parametrize(("events", "has_clip"), [(REFINED, True), (REFINEMENT, False)])
+def test_the_steps_of_a_refinement_are_work_too(events: list[Event], has_clip: bool) -> None:
+    states = []
+    for count in range(len(events) + 1):
+        states.append(Tally(has_clip=has_clip))
+        for event in events[:count]:
+            states[-1].add(event, 0.0)
+    fractions = [tally.fraction for tally in states]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    steps = [i for i, e in enumerate(events) if isinstance(e, RefineProgress)]
+    num_forwards = 6 if has_clip else 0
+    assert [fractions[i + 1] for i in steps] == pytest.approx(
+        [(num_forwards + n) / (num_forwards + 4) for n in (1, 2, 3, 4)]
+    )
+    assert states[steps[1] + 1].describe().startswith("refine  step 2/4 cached")
+    assert states[steps[-1] + 2].describe().startswith("decode")
+    assert max(len(bar_line(tally, 40)) for tally in states) <= 40
+    refined = "sound refined in 1.8 s, steps: 1 build, 3 cached"
+    assert states[-1].summary().index(refined) == (2 if has_clip else 0)
+
+
+def test_a_sound_that_was_not_refined_is_no_part_of_the_summary() -> None:
+    failed = RefineFailed(seq=0, job_id="job-0", media_time_ticks=0, reason="OUT_OF_MEMORY", message="no room")
+    tally = tally_after([e for e in REFINED if not isinstance(e, RefinedAudio)] + [failed])
+    assert tally.refine_failure == failed
+    assert tally.fraction == 1.0
+    assert [line for line in tally.summary() if "refined" in line] == []
 
 
 def test_each_warning_is_kept_once_whoever_gave_it() -> None:
