@@ -223,8 +223,8 @@ class DitWorker:
         return self._refinement.run(RefineInputs(clip, spec, latents, tuple(branches)), listener)
 
     def close(self) -> None:
-        """Frees the caches that refinements share."""
-        self._rooms.close()
+        """Frees what is kept between refinements."""
+        self._rooms.clear("the worker ends")
 
     def close_session(self, session_id: str) -> SessionStats | None:
         """Frees a session and returns what it did; None if there is no such session."""

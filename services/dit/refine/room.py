@@ -111,12 +111,16 @@ class CacheRooms:
         """The memory that a cache there shows in, for the log."""
         if backend == "vram":
             return f"{gib(self._free_device())} of device memory free"
-        return f"{gib(resident_host_bytes())} resident, {gib(self._available_host())} of host memory available"
+        reading = f"{gib(resident_host_bytes())} resident, {gib(self._available_host())} of host memory available"
+        if spare := self._pool.spare_bytes:
+            reading += f", {gib(spare)} of what is resident kept page-locked for the next cache"
+        return reading
 
-    def close(self) -> None:
-        """Frees the shared caches, and what is kept for the next ones."""
-        self.shared.clear("the worker ends")
+    def clear(self, why: str) -> None:
+        """Frees all that no refinement is using: shared caches, and what is kept for the next ones."""
+        self.shared.clear(why)
         self._pool.trim()
+        self.release()
 
     def _measured(self, spec: FrozenCacheSpec, sizes: CacheSizes) -> CacheRoom:
         return CacheRoom(

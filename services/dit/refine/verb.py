@@ -259,8 +259,7 @@ class AudioRefinement:
         except (torch.OutOfMemoryError, DeviceMemoryError) as error:
             log.warning("memory ran out, so the shared caches go and the step is run again: %s", error)
         # Outside of the handler, whose exception holds what the attempt has allocated.
-        self._rooms.shared.clear("memory ran out")
-        self._rooms.release()
+        self._rooms.clear("memory ran out")
         try:
             return attempt()
         except torch.OutOfMemoryError as error:
