@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.backends import cuda
 
-from services.dit.attention import attend, rotate
+from services.dit.attention import attend, attention_over, rotate, self_attention
+from tests import refine_vectors
 
 
 def test_every_row_sees_every_key_at_the_scale_of_the_head() -> None:
@@ -35,6 +36,20 @@ def test_dense_rotation_rounds_both_products() -> None:
     assert torch.equal(turned[..., 48:96], second * cos + first * sin)
     assert torch.equal(turned[..., 96:], rows[..., 96:])
     assert not torch.equal(turned, rotate(rows, (cos, sin)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_over_themselves_attend_as_a_dense_forwards_rows_do(dtype: torch.dtype) -> None:
+    model = refine_vectors.transformer() if dtype == torch.float32 else refine_vectors.half_transformer()
+    attn = model.transformer_blocks[0].attn
+    draw = torch.Generator().manual_seed(6)
+    rows = torch.randn(40, 256, generator=draw).to(dtype)
+    angles = torch.randn(40, 1, 48, generator=draw)
+    rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
+    expected = self_attention(attn, rows, rotary, dense=True)
+    assert torch.equal(attention_over(attn, rows, rotary, rows, rotary), expected)
+    some = attention_over(attn, rows[:7], (rotary[0][:7], rotary[1][:7]), rows, rotary)
+    torch.testing.assert_close(some, expected[:7])
 
 
 def test_rows_without_positions_are_not_rotated() -> None:
