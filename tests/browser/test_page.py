@@ -288,6 +288,9 @@ async def test_a_finished_clip_s_sound_is_refined_and_both_can_be_heard(opened: 
         await page.call("Page.reload")
         await page.until("!window.isOld && !sounds.hidden && refining.hidden")
         assert len(service.jobs) == 2
+        await page.run("location.hash = '#job=job-1'")  # which is the refinement's
+        await page.until("location.hash === '#job=job-0&refined=job-1'")
+        await page.until(f"{ENDED} && !sounds.hidden && refining.hidden")
         await page.resize(360, 740)
         assert await page.run("document.documentElement.scrollWidth <= 360")
 

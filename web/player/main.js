@@ -154,6 +154,14 @@ class Session {
     if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
     if (state !== "succeeded") timeline.stop();
     const isWhole = state === "succeeded" || this.#isStreamed; // what fails after that is the sound's refinement
+    const job = isWhole ? await this.#jobOrNothing(this.jobId) : null;
+    if (session !== this) return;
+    if (job?.source_job_id) {
+      // A refinement, which shows at its clip.
+      history.replaceState(null, "", addressOf(job.source_job_id, this.jobId));
+      attach(job.source_job_id, this.jobId);
+      return;
+    }
     if (!isWhole || this.#numFragments === 0) {
       this.close();
       show("ended");
@@ -162,11 +170,8 @@ class Session {
       $("hint").textContent = REASONS[state];
       if (this.#numFragments > 0) offerPartial(this.jobId);
     }
-    if (!isWhole) return;
-    const job = await this.#jobOrNothing(this.jobId);
-    if (session !== this) return;
     if (job) offerFiles(job);
-    if (this.#numFragments === 0) return;
+    if (!isWhole || this.#numFragments === 0) return;
     this.#player?.finish(); // also where an encoder failed and the stream ended early
     const names = job?.artifacts.map(({ name }) => name) ?? [];
     const hasFinal = names.includes("final.mp4");
