@@ -29,6 +29,8 @@ from orchestrator.shelf import Limits, Shelf
 
 log = logging.getLogger(__name__)
 
+INCOMING = "incoming"
+"""Folder of the data directory for what is to become a job's directory."""
 HEARTBEAT_S = 1.5
 """Longest silence of a job's log; callers are promised an event every 2 seconds."""
 TICK_S = 0.25
@@ -53,6 +55,7 @@ class Scheduler:
     ) -> None:
         self._lanes = lanes
         self._jobs_directory = data_directory / "jobs"
+        self._incoming = data_directory / INCOMING
         self._max_queued_jobs = max_queued_jobs
         self._kept_jobs = kept_jobs
         self._clock = clock
@@ -71,6 +74,7 @@ class Scheduler:
     async def start(self) -> None:
         """Starts the lanes and takes jobs once they are up. Raises StartupError."""
         self._jobs_directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier run was interrupted in
         self._shelf.adopt()
         await asyncio.gather(*(lane.start() for lane in self._lanes))
         self.workers = await self._lanes[0].describe()

@@ -34,7 +34,7 @@ from orchestrator.job import Job, RefineSource
 from orchestrator.latents import LatentsFile, read_latents, to_its_end
 from orchestrator.model_info import ModelInfo
 from orchestrator.refine import SOURCE_LATENTS, SOURCE_VIDEO
-from orchestrator.scheduler import RETRY_AFTER_S, Scheduler
+from orchestrator.scheduler import INCOMING, RETRY_AFTER_S, Scheduler
 from orchestrator.upload import Messages, read_end, read_header, receive, upload_violations
 from services.common.refusal import refuse
 
@@ -63,10 +63,8 @@ class RefineDesk:
         self._scheduler = scheduler
         self._model = model
         self._adapters = adapters
-        self._video_bit_rate = settings.video_bit_rate
-        self._incoming = settings.data / "incoming"
+        self._settings = settings
         self._num_uploads = 0
-        shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier run was interrupted in
 
     async def submit(self, messages: Messages) -> Job:
         """The new job of a call, once everything has come and been checked; no lane is held before.
@@ -91,7 +89,9 @@ class RefineDesk:
                     raise invalid_request([FieldViolation("source", f"source is missing; {rule}")])
             refinement = resolve_refinement(spec, found.clip, self._adapters, SPEC)
             is_decoded_anew = refinement.video_denoise > 0 or not found.source.has_video
-            plan = make_refine_plan(found.clip, self._model, refinement, self._video_bit_rate if is_decoded_anew else 0)
+            plan = make_refine_plan(
+                found.clip, self._model, refinement, self._settings.video_bit_rate if is_decoded_anew else 0
+            )
             job = self._scheduler.submit(found.prompt, found.clip, plan, source=found.source, prepared=directory)
         job.request = header
         return job
@@ -143,7 +143,7 @@ class RefineDesk:
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:
         """A directory that is gone at the end of the block, unless it has become a job's."""
-        directory = self._incoming / uuid.uuid4().hex
+        directory = self._settings.data / INCOMING / uuid.uuid4().hex
         try:
             directory.mkdir(mode=0o700, parents=True)
         except OSError as error:

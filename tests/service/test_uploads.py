@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,10 +17,12 @@ import pytest
 from core.artifacts import REFINED, REFINED_LATENTS, REFINED_SOUND
 from h3stream.v1 import video_pb2
 from orchestrator import source, upload
+from orchestrator.lane import Lane
 from orchestrator.latents import MAX_FILE_BYTES
+from orchestrator.scheduler import Scheduler
 from services.common import rpc
 from tests.service.conftest import CLIP, Service
-from tests.service.fake_workers import latents_file
+from tests.service.fake_workers import FakeLaneHost, Script, latents_file
 from tests.service.test_artifacts import finished
 from tests.service.test_cancel_and_queue import start, until
 from tests.service.test_generate import kinds
@@ -278,3 +281,13 @@ async def test_a_disk_that_is_full_is_told(service: Service, monkeypatch: pytest
     error = await refused(service, header(), *data_messages(FILE))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert error.details() == "the upload cannot be written: No space left on device"
+
+
+async def test_what_an_earlier_run_was_interrupted_in_is_removed(tmp_path: Path) -> None:
+    half = tmp_path / "incoming" / "ab" / ".source.safetensors"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    scheduler = Scheduler([Lane(FakeLaneHost(tmp_path, Script()))], tmp_path, max_queued_jobs=1, kept_jobs=1)
+    await scheduler.start()
+    assert not half.parent.parent.exists()
+    await scheduler.stop(0, asyncio.Event())
