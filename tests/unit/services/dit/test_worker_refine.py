@@ -17,7 +17,7 @@ import torch
 from core.cache_policy import GIB
 from core.latents_file import latent_shapes
 from h3stream.adapters import AdapterChoice
-from h3stream.errors import DeviceMemoryError, InvalidRequestError, PhaseError, UnsupportedError
+from h3stream.errors import ConfigError, DeviceMemoryError, InvalidRequestError, PhaseError, UnsupportedError
 from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from h3stream.request import ClipSpec
 from services.common.config import AdapterSource
@@ -599,3 +599,16 @@ def test_builds_and_frees_are_logged(
     assert "resident" in first
     assert "in disk freed: before," in freed
     assert len([record for record in caplog.records if record.levelno == logging.DEBUG]) == 3
+
+
+def test_a_worker_that_starts_sweeps_what_others_have_left(model_directory: Path, tmp_path: Path) -> None:
+    orphan, foreign = tmp_path / f"{scratch.PREFIX}{2**22 + 1}-7-left", tmp_path / "mine"
+    orphan.mkdir()
+    foreign.mkdir()
+    make_worker(model_directory, frozen_caches=tmp_path)
+    assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_a_bound_below_nothing_is_refused(model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="shared_cache_bytes is -1; it must be 0 or more"):
+        DitConfig(model_directory, shared_cache_bytes=-1)
