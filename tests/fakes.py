@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -257,6 +257,8 @@ class Script:
     """Where the stream ends as if all were well."""
     refine_failure: str = ""
     """Why the sound of a clip cannot be refined."""
+    has_stream: bool = True
+    """Whether an encoder for the media stream can be opened."""
     upload_limit: int = -1
     """Bytes of an upload after which its connection is lost."""
     silent_upload: bool = False
@@ -348,7 +350,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         script = self.script
         extra = 0  # heartbeats that pushed the later events back
         try:
-            for event in _failing(events, script.refine_failure):
+            for event in _failing(events if script.has_stream else without_stream(events), script.refine_failure):
                 if event.seq == script.fail_at and script.fail_with is not None:
                     raise script.fail_with
                 if event.seq == script.stop_at:
@@ -374,6 +376,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         self._refuse()
         self.attached.append(request)
         events = list(self._events(request.job_id))
+        if not self.script.has_stream:
+            events = list(without_stream(events))
         fragments = [event for event in events if isinstance(event, Fragment)]
         match request.WhichOneof("start"):
             case "live":
@@ -537,6 +541,19 @@ def _failing(events: Iterator[Event] | list[Event], message: str) -> Iterator[Ev
             num_left_out -= 1
         else:
             yield replace(event, seq=event.seq + min(0, num_left_out + 1))
+
+
+def without_stream(events: Iterable[Event]) -> Iterator[Event]:
+    """The events of a job for whose media stream no encoder could be opened."""
+    for seq, event in enumerate(event for event in events if not event.media):
+        if isinstance(event, StreamComplete):
+            yield JobWarning(
+                seq=seq, job_id=event.job_id, media_time_ticks=0, reason="STREAM_FAILED", message="no encoder can open"
+            )
+        elif isinstance(event, Completed):
+            yield replace(event, seq=seq, artifacts=(artifact_of(event.job_id, "audio.flac"),))
+        else:
+            yield replace(event, seq=seq)
 
 
 def _response(event: Event) -> video_pb2.GenerateResponse:

@@ -48,8 +48,8 @@ class ArtifactSink(Protocol):
 def open_sink(path: str | os.PathLike[str]) -> ArtifactSink:
     """What takes an artifact that is downloaded to `path`.
 
-    A regular file, or one that is not there yet, appears whole; of a symbolic link, its target does. Anything else, such
-    as a pipe or a device, is written into. Raises OSError.
+    A regular file, or one that is not there yet, appears whole; of a symbolic link, its target does. Anything else,
+    such as a pipe or a device, is written into. Raises OSError.
     """
     if is_written_into(path):
         return ArtifactPipe(path)
@@ -70,7 +70,7 @@ class ArtifactFile:
     """Takes the pieces of an artifact in `PATH.part`, which a download that broke off leaves for the next to go on."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens what an earlier download left, if there is any. Raises OSError, also where another one is writing it."""
+        """Opens what an earlier download left, if there is any. Raises OSError, also if another one writes it."""
         self._path = os.path.realpath(path)
         self._part = self._path + ".part"
         self._file = _open_locked(self._part)
@@ -120,7 +120,7 @@ class ArtifactFile:
     ) -> None:
         """Closes the file; what has arrived stays."""
         with self._file:  # the lock goes last: nobody else may have begun to fill what is removed
-            if self.num_bytes == 0 and _is_named(self._file, self._part):
+            if self.num_bytes == 0 and _is_named(self._file.fileno(), self._part):
                 os.unlink(self._part)
 
     def _sha256(self) -> str:
@@ -186,34 +186,37 @@ def _open_locked(part: str) -> BinaryIO:
     import fcntl  # not on Windows, where the rest of the SDK works
 
     while True:
+        descriptor = _open_part(part)
         try:
-            # Never waits for the reader of a pipe, and never follows a link that somebody has put there.
-            file = open(
-                os.open(part, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "ab+"
-            )
-        except OSError as error:
-            if error.errno in (errno.EISDIR, errno.ELOOP):
-                raise _in_the_way(part) from error
-            raise
-        try:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _in_the_way(part)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise BlockingIOError(error.errno, f"another download is writing {part}", part) from error
-            if _is_named(file, part):
-                return file
+            if _is_named(descriptor, part):
+                return open(descriptor, "ab+")
         except BaseException:
-            file.close()
+            os.close(descriptor)
             raise
-        file.close()  # the download that had it has just ended; its file is no part any more
+        os.close(descriptor)  # the download that had it has just ended; its file is no part any more
 
 
-def _is_named(file: BinaryIO, path: str) -> bool:
+def _open_part(part: str) -> int:
+    # Never waits for the reader of a pipe, and never follows a link that somebody has put there.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(part, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP):
+            raise _in_the_way(part) from error
+        raise
+
+
+def _is_named(descriptor: int, path: str) -> bool:
     """Whether a path is still that of an open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,13 +24,16 @@ from h3stream.delivery import STANDARD_OUTPUT, Ending, Outputs, deliver
 from h3stream.embedded import (
     MODEL_SETTINGS,
     EmbeddedServer,
+    check_request,
     inspect_command,
     model_directory,
     require_server_package,
+    rule_violations,
     serve_command,
 )
-from h3stream.errors import GenerationError, InvalidRequestError, JobCancelledError, StartupError
-from h3stream.options import adapter_choice, add_refine_options, refine_spec
+from h3stream.errors import ConfigError, GenerationError, InvalidRequestError, JobCancelledError, StartupError
+from h3stream.fields import invalid_request
+from h3stream.options import adapter_choice, add_refine_options, output_path, refine_spec, server_address
 from h3stream.progress import Tally
 from h3stream.refine import RefineSpec
 from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
@@ -41,12 +45,15 @@ from h3stream.upload import check_source
 Answer = TypeVar("Answer")
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+SERVER_VARIABLE = "H3STREAM_SERVER"
+DEFAULT_SERVER = "127.0.0.1:50051"
 PREVIEW_SIDE = 256
 LATENTS_SUFFIX = ".safetensors"
 STATUS_OF_ENDING = {
     Ending.WHOLE: 0,
     Ending.NOT_WRITTEN: EXIT_FAILED,
     Ending.NOT_REFINED: EXIT_FAILED,
+    Ending.NOT_STREAMED: EXIT_FAILED,
     Ending.INTERRUPTED: EXIT_INTERRUPTED,
     Ending.READER_GONE: 141,
 }
@@ -59,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra and arguments.run is not serve:
         parser.error(f"unknown arguments: {' '.join(extra)}")
     arguments.extra = extra
+    if getattr(arguments, "model", None) is not None:
+        arguments.server = None  # as said here, whatever the environment says
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
@@ -73,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except StartupError as error:
         say(f"h3stream: {error}")
-        return EXIT_FAILED
+        return EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         say("h3stream: interrupted")
         return EXIT_INTERRUPTED
@@ -88,14 +97,18 @@ def generate(arguments: argparse.Namespace) -> int:
     if refined and output == STANDARD_OUTPUT:
         say("h3stream: the refined clip goes to a file beside the clip's: give -o a file")
         return EXIT_BAD_INPUT
-    if not all(map(_can_write, (output, *refined.values()))):
+    if not all(map(_can_write, (output, *refined.values()))) or not _can_keep_stills(arguments):
         return EXIT_BAD_INPUT
+    if not arguments.server:
+        check_request(request)
     with _server(arguments) as address:
         return _deliver(
             address,
             lambda client: client.generate(request, reconnect_s=_reconnect_s(arguments)),
             Outputs(output, refined),
             Tally(),
+            owns_job=arguments.cancel_on_disconnect or not arguments.server,
+            is_lasting=bool(arguments.server),
             previews=arguments.previews,
             reconnect_s=_reconnect_s(arguments),
         )
@@ -108,9 +121,11 @@ def refine(arguments: argparse.Namespace) -> int:
     source: str | Path = arguments.source
     if arguments.source.endswith(LATENTS_SUFFIX):
         source = Path(arguments.source)
-    elif not arguments.server:
-        say(f"h3stream: a job is refined where it was made: name its server, or a file that ends in {LATENTS_SUFFIX}")
+    elif arguments.model is not None:
+        say(f"h3stream: a job is refined where it was made: --model is for a file that ends in {LATENTS_SUFFIX}")
         return EXIT_BAD_INPUT
+    else:
+        arguments.server = arguments.server or DEFAULT_SERVER
     if arguments.output == STANDARD_OUTPUT:
         say("h3stream: the refined clip is fetched once it is whole: give -o a file")
         return EXIT_BAD_INPUT
@@ -129,8 +144,15 @@ def refine(arguments: argparse.Namespace) -> int:
         )
 
     with _server(arguments) as address:
-        tally = Tally(has_clip=False)
-        return _deliver(address, start, Outputs(None, files), tally, reconnect_s=_reconnect_s(arguments))
+        return _deliver(
+            address,
+            start,
+            Outputs(None, files),
+            Tally(has_clip=False),
+            owns_job=arguments.cancel_on_disconnect or not arguments.server,
+            is_lasting=bool(arguments.server),
+            reconnect_s=_reconnect_s(arguments),
+        )
 
 
 def attach(arguments: argparse.Namespace) -> int:
@@ -143,12 +165,15 @@ def attach(arguments: argparse.Namespace) -> int:
         Outputs(arguments.output),
         Tally(),
         owns_job=False,
+        is_lasting=True,
     )
 
 
 def plan(arguments: argparse.Namespace) -> None:
     """`h3stream plan`: tells what a request would make."""
     request = _request(arguments)
+    if not arguments.server:
+        check_request(request)
     with _server(arguments) as address:
         result = _ask(address, lambda client: client.plan(request))
     if arguments.json:
@@ -206,12 +231,18 @@ def download(arguments: argparse.Namespace) -> int:
         _print("\n".join(artifact_table(known)))
         return 0
     path: str = name if arguments.output is None else arguments.output
+    if not _can_write(path):
+        return EXIT_BAD_INPUT
+    is_piped = path == STANDARD_OUTPUT
     try:
-        _ask(arguments.server, lambda client: client.download(job_id, name, path))
+        _ask(arguments.server, lambda client: client.download(job_id, name, "/dev/stdout" if is_piped else path))
     except OSError as error:
+        if is_piped and isinstance(error, BrokenPipeError):
+            return STATUS_OF_ENDING[Ending.READER_GONE]
         say(f"h3stream: cannot write {path}: {error.strerror}")
         return EXIT_FAILED
-    _print(path)
+    if not is_piped:
+        _print(path)
     return 0
 
 
@@ -262,40 +293,52 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=inspect)
 
     command = commands.add_parser("adapters", help="list the adapters that requests may name", allow_abbrev=False)
-    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    _add_server_argument(command)
     command.add_argument("--json", action="store_true", help="print the adapters as JSON")
     command.set_defaults(run=adapters)
 
     for name, run, text in (("job", job, "tell what is known of a job"), ("cancel", cancel, "cancel a job")):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("job_id", metavar="JOB")
-        command.add_argument("--server", required=True, metavar="HOST:PORT")
+        _add_server_argument(command)
         command.set_defaults(run=run)
     command = commands.add_parser(
         "download", help="fetch an artifact of a finished job; without a name, list them", allow_abbrev=False
     )
     command.add_argument("job_id", metavar="JOB")
     command.add_argument("name", metavar="NAME", nargs="?", help="the artifact, e.g. final.mp4")
-    command.add_argument("-o", "--output", metavar="FILE", help="file to write (default: the artifact's name)")
-    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=output_path,
+        metavar="FILE",
+        help='file to write, or "-" for standard output (default: the artifact\'s name); a pipe or a device is written '
+        "into",
+    )
+    _add_server_argument(command)
     command.set_defaults(run=download)
     command = commands.add_parser("attach", help="follow a job and save its clip", allow_abbrev=False)
     command.add_argument("job_id", metavar="JOB")
-    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    _add_server_argument(command)
     _add_output_argument(command)
     start = command.add_mutually_exclusive_group()
     start.add_argument("--from-chunk", type=int, metavar="N", help="start at this chunk (default: at the beginning)")
     start.add_argument("--live", action="store_true", help="start where the job is")
     command.set_defaults(run=attach)
     command = commands.add_parser("info", help="tell the server's versions, limits and defaults", allow_abbrev=False)
-    command.add_argument("--server", required=True, metavar="HOST:PORT")
+    _add_server_argument(command)
     command.set_defaults(run=info)
     return parser
 
 
 def _add_output_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help='file to write, or "-" for standard output'
+        "-o",
+        "--output",
+        required=True,
+        type=output_path,
+        metavar="FILE",
+        help='file to write, or "-" for standard output',
     )
 
 
@@ -304,13 +347,30 @@ def _add_disconnect_argument(command: argparse.ArgumentParser) -> None:
         "--cancel-on-disconnect",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="cancel the job if this command ends before it (default: yes)",
+        help="cancel the job if this command ends before it, by Ctrl-C too (default: yes); the job of a server that "
+        "was started for the command always ends with it",
+    )
+
+
+def _add_server_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--server",
+        type=server_address,
+        default=os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER,
+        metavar="HOST:PORT",
+        help=f"the server, also as unix:PATH (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
     )
 
 
 def _add_server_arguments(command: argparse.ArgumentParser) -> None:
     place = command.add_mutually_exclusive_group()
-    place.add_argument("--server", metavar="HOST:PORT", help="a running server (default: start one for this command)")
+    place.add_argument(
+        "--server",
+        type=server_address,
+        default=os.environ.get(SERVER_VARIABLE) or None,
+        metavar="HOST:PORT",
+        help=f"a running server, also as unix:PATH (default: ${SERVER_VARIABLE}, else start one for this command)",
+    )
     place.add_argument("--model", type=Path, metavar="DIR", help="model directory for the server that is started")
 
 
@@ -371,6 +431,9 @@ def _add_request_arguments(command: argparse.ArgumentParser) -> None:
 def _can_write(output: str) -> bool:
     """Whether a clip may be written there; tells the user if not."""
     if output == STANDARD_OUTPUT:
+        if sys.stdout.name == os.devnull:  # what main has put in the place of one that is closed
+            say("h3stream: standard output is closed")
+            return False
         if sys.stdout.isatty():
             say(
                 "h3stream: standard output is a terminal; pipe it into a player, "
@@ -386,20 +449,38 @@ def _can_write(output: str) -> bool:
     return True
 
 
+def _can_keep_stills(arguments: argparse.Namespace) -> bool:
+    """Whether there are stills to write where they are wanted; tells the user if not."""
+    directory: Path | None = arguments.previews
+    if directory is None:
+        return True
+    if arguments.preview_side == 0:
+        say("h3stream: --preview-side 0 makes no stills, so there is nothing for --previews: leave one of them out")
+        return False
+    nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        say(f"h3stream: cannot write stills to {directory}: {nearest} is no directory")
+        return False
+    return True
+
+
 def _deliver(
     address: str,
     follow: Callable[[AsyncClient], AsyncGeneration],
     outputs: Outputs,
     tally: Tally,
     *,
-    owns_job: bool = True,
+    owns_job: bool,
+    is_lasting: bool,
     previews: Path | None = None,
     reconnect_s: float = RECONNECT_S,
 ) -> int:
     """Writes what a job makes, and its stills where they are wanted, and tells how it went; returns the exit status."""
     if previews is not None:
         outputs = dataclasses.replace(outputs, stills=StillFiles(previews, tally.notes.append))
-    ending = asyncio.run(deliver(address, follow, outputs, tally, owns_job=owns_job, reconnect_s=reconnect_s))
+    ending = asyncio.run(
+        deliver(address, follow, outputs, tally, owns_job=owns_job, is_lasting=is_lasting, reconnect_s=reconnect_s)
+    )
     if ending in (Ending.WHOLE, Ending.NOT_REFINED):
         is_piped = outputs.clip == STANDARD_OUTPUT
         (say if is_piped else _print)("\n".join(tally.summary()))
@@ -432,29 +513,47 @@ def _root(path: str) -> str:
 
 
 def _window(text: str) -> Any:
-    return text if text == "all" else int(text)
+    if text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of chunks; give N, or all") from None
 
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
-    return GenerateRequest(
-        arguments.prompt,
-        num_frames=arguments.frames,
-        width=arguments.width,
-        height=arguments.height,
-        steps=arguments.steps,
-        video_shift=arguments.video_shift,
-        audio_shift=arguments.audio_shift,
-        sink=arguments.sink,
-        window=arguments.window,
-        kv_storage=arguments.kv_storage,
-        seed=arguments.seed,
-        cancel_on_disconnect=arguments.cancel_on_disconnect,
-        mode=arguments.mode,
-        adapters=arguments.adapter,
-        artifacts=arguments.artifact,
-        preview=_preview(arguments.preview_side, arguments.preview_every),
-        refine_audio=refine_spec(arguments) or (RefineSpec() if arguments.refine_audio else None),
-    )
+    """The request of the arguments. Raises InvalidRequestError with all that can be seen from here to be wrong."""
+    fields = _fields(arguments)
+    try:
+        return GenerateRequest(**fields)
+    except InvalidRequestError as error:
+        # What no message can hold hides from the server what else is wrong.
+        broken = {re.split(r"[.\[]", violation.field)[0] for violation in error.violations}
+        sound = {"prompt": "-"} | {name: value for name, value in fields.items() if name not in broken}
+        raise invalid_request([*error.violations, *rule_violations(GenerateRequest(**sound))]) from None
+
+
+def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request."""
+    return {
+        "prompt": arguments.prompt,
+        "num_frames": arguments.frames,
+        "width": arguments.width,
+        "height": arguments.height,
+        "steps": arguments.steps,
+        "video_shift": arguments.video_shift,
+        "audio_shift": arguments.audio_shift,
+        "sink": arguments.sink,
+        "window": arguments.window,
+        "kv_storage": arguments.kv_storage,
+        "seed": arguments.seed,
+        "cancel_on_disconnect": arguments.cancel_on_disconnect,
+        "mode": arguments.mode,
+        "adapters": arguments.adapter,
+        "artifacts": arguments.artifact,
+        "preview": _preview(arguments.preview_side, arguments.preview_every),
+        "refine_audio": refine_spec(arguments) or (RefineSpec() if arguments.refine_audio else None),
+    }
 
 
 def _preview(max_side: int | None, every_steps: int | None) -> PreviewSpec | None:

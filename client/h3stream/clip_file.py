@@ -14,8 +14,8 @@ from h3stream.events import Accepted, Completed, Event, JobWarning, StreamComple
 class ClipFile:
     """Appends the media of events to a file, which is made or overwritten when the job is accepted.
 
-    So a request that is refused leaves an older file as it was, a job that fails later leaves what had arrived, and what
-    is there when it ends is never the clip of another.
+    So a request that is refused leaves an older file as it was, a job that fails later leaves what had arrived, and
+    what is there when it ends is never another clip.
     """
 
     def __init__(self, path: str | os.PathLike[str] | int) -> None:

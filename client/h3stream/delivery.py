@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from h3stream.aio import AsyncClient, AsyncGeneration
+from h3stream.artifact_file import is_written_into
 from h3stream.clip_file import ClipFile
 from h3stream.errors import GenerationError, NotReadyError
 from h3stream.progress import Display, Lines, LiveBar, Tally
@@ -34,6 +36,7 @@ class Ending(Enum):
     READER_GONE = "reader gone"
     NOT_WRITTEN = "not written"
     NOT_REFINED = "not refined"
+    NOT_STREAMED = "not streamed"
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,22 @@ async def deliver(
     tally: Tally,
     *,
     owns_job: bool,
+    is_lasting: bool,
     reconnect_s: float,
 ) -> Ending:
     """Writes what a job makes to files, or to standard output, while showing how far it is.
 
     follow: makes the clip, or follows the job that does.  owns_job: where this ends early, the job is cancelled.
-    reconnect_s: how long a download that breaks off is tried again.
+    is_lasting: whether the server goes on when this ends.  reconnect_s: how long a download that breaks off is tried
+    again.
 
     The user is told of an early end. Raises GenerationError if the job fails.
     """
 
     async def leave() -> str:
-        job_id = events.job_id
-        return await _cancel(client, job_id) if owns_job else f"job {job_id} goes on"
+        if not events.job_id:
+            return "no job had been accepted"
+        return await _cancel(client, events.job_id) if owns_job else _way_back(events.job_id, address, outputs)
 
     task = asyncio.current_task()
     assert task is not None
@@ -91,6 +97,9 @@ async def deliver(
             elif tally.num_chunks and outputs.clip is not None:  # it had been accepted
                 say(f"h3stream: the clip is not whole{_kept(outputs.clip, tally)}")
             raise
+        if outputs.clip is not None and tally.stream is None and tally.refined is None:
+            say(_not_streamed(events.job_id, address, outputs.clip, tally, is_lasting=is_lasting))
+            return Ending.NOT_STREAMED
         if failure := tally.refine_failure:
             say(f"h3stream: the clip is whole, but its sound is not refined: {failure.reason}: {failure.message}")
             return Ending.NOT_REFINED
@@ -106,7 +115,7 @@ async def _write(events: AsyncGeneration, outputs: Outputs, tally: Tally) -> Non
         display = Lines(sys.stderr)
     # Written past sys.stdout, so nothing waits in a buffer and nothing complains at exit if the reader has gone.
     path = os.dup(sys.stdout.fileno()) if outputs.clip == STANDARD_OUTPUT else outputs.clip
-    with nullcontext() if path is None else ClipFile(path) as file:
+    with nullcontext() if path is None else ClipFile(path) as file, _connection_told(display.note):
         try:
             async for event in events:
                 if file is not None:
@@ -123,9 +132,9 @@ async def _write(events: AsyncGeneration, outputs: Outputs, tally: Tally) -> Non
 async def _fetch(
     client: AsyncClient, job_id: str, artifacts: Mapping[str, str], task: asyncio.Task[Any], reconnect_s: float
 ) -> Ending:
-    """Downloads artifacts of a job that has ended, each going on where it broke off."""
+    """Downloads artifacts of a job that has ended, each going on where it broke off if it goes to a file."""
     for name, path in artifacts.items():
-        again = Reconnection(reconnect_s)
+        again = Reconnection(0.0 if is_written_into(path) else reconnect_s)
         try:
             while True:
                 try:
@@ -147,13 +156,41 @@ async def _fetch(
 
 async def _cancel(client: AsyncClient, job_id: str) -> str:
     """Cancels the job of a stream that is being left; returns what became of it, in words."""
-    if not job_id:
-        return "no job had been accepted"
     try:
         await client.cancel(job_id)
     except GenerationError as error:
         return f"job {job_id} could not be cancelled ({error.message})"
     return "the job is cancelled"
+
+
+@contextmanager
+def _connection_told(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tells of lost and regained connections for as long as the block lasts."""
+    handler = logging.Handler()
+    handler.emit = lambda record: tell(f"h3stream: {record.getMessage()}")  # type: ignore[method-assign]
+    log = logging.getLogger("h3stream.stream")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def _way_back(job_id: str, address: str, outputs: Outputs) -> str:
+    """How to come back to a job that is being left."""
+    if outputs.clip is not None:
+        return f"job {job_id} goes on; follow it with: h3stream attach {job_id} --server {address} -o FILE"
+    return f"job {job_id} goes on; see how far it is with: h3stream job {job_id} --server {address}"
+
+
+def _not_streamed(job_id: str, address: str, output: str, tally: Tally, *, is_lasting: bool) -> str:
+    """Why a job that succeeded has no whole clip in its file, and where there is something of it."""
+    artifacts = () if tally.completed is None else tally.completed.artifacts
+    names = ", ".join(artifact.name for artifact in artifacts)
+    told = f"the stream of the clip is not whole{_kept(output, tally)}"
+    if not is_lasting:
+        return f"h3stream: {told}; what else was made has gone with the server: name one with --server to keep it"
+    return f"h3stream: {told}; the server has {names or 'nothing'}: h3stream download {job_id} NAME --server {address}"
 
 
 def _kept(output: str | None, tally: Tally) -> str:

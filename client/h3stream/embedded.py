@@ -5,6 +5,7 @@ The child never outlives its parent: it stops when its standard input closes, ho
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import queue
@@ -15,11 +16,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
-from h3stream.errors import StartupError
+from h3stream.adapters import AdapterChoice, AdapterUse
+from h3stream.errors import ConfigError, FieldViolation, StartupError
+from h3stream.fields import invalid_request
+from h3stream.request import ClipSpec, GenerateRequest
 
 STARTUP_TIMEOUT_S = 900.0
 """A large model on a slow disk takes minutes."""
@@ -32,6 +37,8 @@ LOG_TAIL_LINES = 20
 MODEL_SETTINGS = ("model", "dit", "video_vae", "audio_vae", "text_encoder", "tokenizer")
 """Settings of the server that name files of the model, as flags and as H3STREAM_NAME."""
 
+_LONGEST = 362
+"""Frames of the longest clip."""
 _ANNOUNCEMENT = "listening on "
 # -P: a folder of the user's that happens to be called `orchestrator` or `tools` must not be run.
 _PYTHON = [sys.executable, "-P", "-m"]
@@ -43,6 +50,53 @@ def require_server_package() -> None:
         raise StartupError(
             "the server is not installed here: install h3stream-server, or use a running server with --server HOST:PORT"
         )
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Raises InvalidRequestError for what the server would refuse, so that none is started for it."""
+    if violations := rule_violations(request):
+        raise invalid_request(violations)
+
+
+def rule_violations(request: GenerateRequest) -> list[FieldViolation]:
+    """What the server's own rules say of a request, where they are installed.
+
+    What a request leaves out is taken as valid, and what depends on the model or its adapters is left to the server.
+    """
+    if importlib.util.find_spec("core") is None:
+        return []
+    # By name: this distribution depends on nothing of the server's.
+    rules, artifacts, refinement = map(importlib.import_module, ("core.request", "core.artifacts", "core.refine"))
+    found: list[Any] = [
+        *rules.prompt_violations(request.prompt),
+        *rules.clip_violations(_completed(request)),
+        *artifacts.artifact_violations(request.artifacts),
+        *(() if request.preview is None else rules.preview_violations(request.preview)),
+    ]
+    if (spec := request.refine_audio) is not None:
+        adapters = [AdapterChoice(choice.name, _strength(choice)) for choice in spec.adapters]
+        spec = replace(spec, seed=spec.seed or 0, adapters=adapters)
+        found += refinement.refine_violations(spec, request.num_frames or _LONGEST, "refine_audio")
+    return [FieldViolation(violation.field, violation.description, violation.reason) for violation in found]
+
+
+def _completed(request: GenerateRequest) -> ClipSpec:
+    """A clip with the values of a request, and with valid ones where it has none."""
+    is_dense = request.mode == "dense"
+    clip = ClipSpec(
+        num_frames=22, width=32, height=32, steps=1, video_shift=1.0, audio_shift=1.0, sink=0 if is_dense else 1,
+        window=None if is_dense else 0, kv_storage="gpu", seed=0, mode=request.mode or "streaming",
+        adapters=tuple(AdapterUse(choice.name, _strength(choice)) for choice in request.adapters),
+    )  # fmt: skip
+    names = ("num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "kv_storage", "seed")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(request, name)) is not None}
+    if request.window is not None:
+        given["window"] = None if request.window == "all" else request.window
+    return replace(clip, **given)
+
+
+def _strength(choice: AdapterChoice) -> float:
+    return 1.0 if choice.strength is None else choice.strength
 
 
 def model_directory(given: Path | None, environment: Mapping[str, str], report: Callable[[str], None]) -> Path | None:
@@ -100,6 +154,8 @@ class EmbeddedServer:
 
     def __enter__(self) -> Self:
         require_server_package()
+        if self._model is not None and not self._model.is_dir():
+            raise ConfigError(f"there is no model directory {self._model}")
         self._directory = tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True)
         data = Path(self._directory.name) / "data"
         data.mkdir()

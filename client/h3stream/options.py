@@ -19,6 +19,9 @@ from h3stream.refine import (
 )
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)")
+_ADDRESS = re.compile(r"unix:.+|(?:[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+_OUTPUTS = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+"""Other names of standard output."""
 _SPEC_FIELDS = {
     "steps": "steps",
     "audio_denoise": "audio_denoise",
@@ -56,6 +59,20 @@ def adapter_choice(text: str) -> AdapterChoice:
         return AdapterChoice(name, float(strength) if equals else None)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=STRENGTH: {strength!r} is no number") from None
+
+
+def server_address(text: str) -> str:
+    """The address of a server."""
+    match = _ADDRESS.fullmatch(text)
+    if not match or not 0 < int(match[1] or 1) < 65536 or not text.isprintable():
+        rule = "give HOST:PORT, e.g. localhost:50051, or unix:PATH, in --server or H3STREAM_SERVER"
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of a server; {rule}")
+    return text
+
+
+def output_path(text: str) -> str:
+    """A file to write, "-" for standard output."""
+    return "-" if text in _OUTPUTS else text
 
 
 def add_refine_options(group: argparse._ArgumentGroup, prefix: str = "") -> None:

@@ -24,7 +24,7 @@ from h3stream.events import (
 
 WARNING = "warning: "
 BOLD_YELLOW, PLAIN = "\x1b[1;33m", "\x1b[0m"
-MIN_BAR_COLUMNS = 8
+MIN_BAR_COLUMNS = 6
 """A shorter bar says nothing; the line then goes without."""
 
 
@@ -51,8 +51,14 @@ class Tally:
         """Frames up to the end of the last fragment."""
         self.num_frames_received = 0
         """Fewer where the stream was joined at a later chunk."""
+        self.num_fragments_received = 0
+        """Fragments that have come."""
+        self.num_bytes_received = 0
+        """Bytes of the media stream that have come."""
         self.first_fragment_s: float | None = None
         """Seconds from the start of the call to the first fragment's arrival."""
+        self.elapsed_s = 0.0
+        """Seconds from the start of the call to the last event's arrival."""
         self.warnings: list[str] = []
         """Messages of the plan's warnings and the job's, each once."""
         self.notes: list[str] = []
@@ -68,6 +74,8 @@ class Tally:
 
     def add(self, event: Event, elapsed_s: float) -> None:
         """Takes the next event, which arrived `elapsed_s` seconds after the start of the call."""
+        self.elapsed_s = elapsed_s
+        self.num_bytes_received += len(event.media)
         match event:
             case Accepted():
                 self._accept(event.job_id, event.plan)
@@ -80,6 +88,7 @@ class Tally:
             case Fragment():
                 self.num_frames_emitted = event.first_frame + event.num_frames
                 self.num_frames_received += event.num_frames
+                self.num_fragments_received += 1
                 if self.first_fragment_s is None:
                     self.first_fragment_s = elapsed_s
             case JobWarning():
@@ -112,7 +121,7 @@ class Tally:
         if self.queue_position:
             parts.append(f"behind {self.queue_position} job{'s' if self.queue_position > 1 else ''}")
         if self.chunk_index >= 0:
-            parts.append(f"chunk {self.chunk_index + 1}/{self.num_chunks}")
+            parts.append(f"chunk {self.chunk_index} of 0-{self.num_chunks - 1}")
         if self.phase == "denoise":
             parts.append(f"step {self.step}/{self.num_steps}")
         if self.phase == "refine" and self.refine_steps:
@@ -135,13 +144,15 @@ class Tally:
         if self.stream is None or self.first_fragment_s is None:
             return []
         early = completed.timings.num_frames_before_sampling_end
-        num_missed = self.stream.num_frames - self.num_frames_received
+        if num_missed := self.stream.num_frames - self.num_frames_received:
+            told, samples = f"joined at frame {num_missed}: the clip begins there", ""
+        else:
+            told = f"{early} of {self.num_frames} frames were out before sampling ended"
+            samples = f"{self.stream.num_samples} samples, "
         return [
-            f"first fragment after {self.first_fragment_s:.1f} s; "
-            f"{early} of {self.num_frames} frames were out before sampling ended",
-            f"{self.stream.num_frames} frames, {self.stream.num_samples} samples, {self.stream.num_bytes} bytes "
-            f"in {self.stream.num_fragments} fragments; {completed.timings.total_s:.1f} s in all",
-            *([f"joined at frame {num_missed}: the clip begins there"] if num_missed else []),
+            f"first fragment after {self.first_fragment_s:.1f} s; {told}",
+            f"{self.num_frames_received} frames, {samples}{self.num_bytes_received} bytes in "
+            f"{self.num_fragments_received} fragments; {self.elapsed_s:.1f} s in all",
         ]
 
     def _refine_summary(self) -> list[str]:
@@ -193,6 +204,10 @@ class Display(Protocol):
         """Shows the state after an event."""
         ...
 
+    def note(self, text: str) -> None:
+        """Tells, at once and in a line of its own, what no event does."""
+        ...
+
     def close(self) -> None:
         """Leaves the stream at the start of a line."""
         ...
@@ -217,6 +232,11 @@ class LiveBar:
         self._stream.write(f"\r{bar_line(tally, self._columns() - 1)}\x1b[K")
         self._stream.flush()
 
+    def note(self, text: str) -> None:
+        """Writes the line in the place of the bar, which comes back with the next event."""
+        self._stream.write(f"\r\x1b[K{text}\n")
+        self._stream.flush()
+
     def close(self) -> None:
         """Keeps what the line says and goes to the next."""
         self._stream.write("\n")
@@ -224,19 +244,27 @@ class LiveBar:
 
 
 class Lines:
-    """A line for every phase, every step of a refinement and every note, for streams that are no terminal."""
+    """A line for every phase, place in the queue, step of a refinement and note, for streams that are no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._num_notes = 0
+        self._queue_position = 0
 
     def show(self, tally: Tally, event: Event, elapsed_s: float) -> None:
         """Writes what is new."""
         for note in tally.notes[self._num_notes :]:
             self._stream.write(f"{note}\n")
         self._num_notes = len(tally.notes)
-        if isinstance(event, PhaseChange | RefineProgress):
+        has_moved_up = tally.queue_position not in (0, self._queue_position)
+        self._queue_position = tally.queue_position
+        if has_moved_up or isinstance(event, PhaseChange | RefineProgress):
             self._stream.write(f"{elapsed_s:7.1f} s  {tally.describe()}\n")
+        self._stream.flush()
+
+    def note(self, text: str) -> None:
+        """Writes the line."""
+        self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def close(self) -> None:

@@ -39,7 +39,9 @@ def plan_table(plan: Plan) -> list[str]:
 
 
 def adapter_table(adapters: tuple[AdapterInfo, ...]) -> list[str]:
-    """The adapters of a server in lines, a heading first."""
+    """The adapters of a server in lines, a heading first; "none" if there are none."""
+    if not adapters:
+        return ["none"]
     heading = ("name", "strength", "format", "rank", "modules", "trained for", "file")
     rows = [heading, *(_adapter_row(adapter) for adapter in adapters)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -47,11 +49,12 @@ def adapter_table(adapters: tuple[AdapterInfo, ...]) -> list[str]:
 
 
 def artifact_table(job: Job) -> list[str]:
-    """The artifacts of a job in lines, a heading first; then those that have been removed."""
+    """The artifacts of a job in lines, a heading first, or "none"; then those that have been removed."""
     rows = [("name", "bytes", "sha256"), *((a.name, str(a.size_bytes), a.sha256) for a in job.artifacts)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if job.artifacts else ["none"]
     gone = [f"{removed.name} has been removed: {removed.message}" for removed in job.removed_artifacts]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + gone
+    return table + gone
 
 
 def describe_error(error: GenerationError) -> str:

@@ -31,6 +31,7 @@ from h3stream import (
     RefineSpec,
     TimeRange,
 )
+from h3stream.cli import main, make_parser
 from h3stream.codec import refine_spec_from_proto
 from tests.fakes import NOTICE, FakeVideoService, Script, content_of, events_of, media_of, plan_of
 
@@ -80,7 +81,7 @@ async def test_generate_writes_the_stream_and_tells_how_it_went(run: Run, tmp_pa
     lines = result.out.decode().splitlines()
     assert re.fullmatch(r"first fragment after \d+\.\d s; 17 of 39 frames were out before sampling ended", lines[0])
     num_bytes = len(media_of(PLAN))
-    assert lines[1] == f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; 0.3 s in all"
+    assert re.fullmatch(rf"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; \d+\.\d s in all", lines[1])
     assert lines[2:] == [f"warning: {NOTICE}", "warning: 3 audio samples are at full scale", "clip.mp4"]
 
 
@@ -100,7 +101,9 @@ async def test_attach_joins_a_job_where_it_is_told(run: Run, tmp_path: Path, sta
     assert result.status == 0, result.err
     init, *_, last = [event.media for event in events_of(PLAN) if event.media]
     assert (tmp_path / "clip.mp4").read_bytes() == init + last
-    assert "joined at frame 17: the clip begins there" in result.out.decode().splitlines()
+    first, second, *_ = result.out.decode().splitlines()
+    assert first.endswith("joined at frame 17: the clip begins there")
+    assert second.startswith(f"22 frames, {len(init + last)} bytes in 1 fragments; ")
 
 
 async def test_attach_to_a_job_that_is_not_there_fails(run: Run, tmp_path: Path) -> None:
@@ -118,11 +121,11 @@ async def test_progress_that_is_no_terminal_is_plain_lines(run: Run) -> None:
     lines = [line.split("s  ", 1)[1] for line in result.err.splitlines()[2:] if not line.startswith("warning")]
     assert lines[:4] == [
         "encode  0/39 frames",
-        "denoise  chunk 1/3  step 0/2  0/39 frames",
-        "denoise  chunk 2/3  step 0/2  0/39 frames",
-        "decode  chunk 1/3  0/39 frames",
+        "denoise  chunk 0 of 0-2  step 0/2  0/39 frames",
+        "denoise  chunk 1 of 0-2  step 0/2  0/39 frames",
+        "decode  chunk 0 of 0-2  0/39 frames",
     ]
-    assert re.fullmatch(r"denoise  chunk 3/3  step 0/2  17/39 frames  first at \d+\.\d s", lines[5])
+    assert re.fullmatch(r"denoise  chunk 2 of 0-2  step 0/2  17/39 frames  first at \d+\.\d s", lines[5])
 
 
 async def test_stills_are_written_one_by_one(run: Run, tmp_path: Path) -> None:
@@ -139,10 +142,10 @@ async def test_stills_are_written_one_by_one(run: Run, tmp_path: Path) -> None:
 
 
 async def test_stills_that_cannot_be_written_are_told_once_and_leave_the_clip_alone(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "stills").touch()
+    (tmp_path / "stills" / "chunk-00-step-001.jpg").mkdir(parents=True)
     result = await run("generate", "a fox", "-o", "clip.mp4", "--preview-side", "64", "--previews", "stills")
     assert result.status == 0, result.err
-    assert result.err.count("no more stills are written to stills: File exists") == 1
+    assert result.err.count("no more stills are written to stills: Is a directory") == 1
     assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
 
 
@@ -197,6 +200,75 @@ async def test_standard_output_carries_each_fragment_as_it_comes(
     assert (await finish(process)).status == 130
 
 
+@pytest.mark.parametrize("output", ["clip.mp4", "-"])
+async def test_a_clip_without_a_whole_stream_is_no_success(
+    run: Run, address: str, service: FakeVideoService, tmp_path: Path, output: str
+) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"older")
+    service.script = Script(has_stream=False)
+    told = f"the server has audio.flac: h3stream download job-0 NAME --server {address}"
+    for verb in (("generate", "a fox"), ("attach", "job-0")):
+        result = await run(*verb, "-o", output)
+        assert (result.status, result.out) == (1, b"")
+        assert result.err.splitlines()[-1] == f"h3stream: the stream of the clip is not whole; {told}"
+        assert "warning: no encoder can open" in result.err
+    assert (tmp_path / "clip.mp4").exists() == (output == "-")
+
+
+async def test_a_closed_standard_output_is_nowhere_to_deliver(
+    run: Run, address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    for command in ("attach job-0", "download job-0 final.mp4"):
+        script = f"{' '.join(CLI)} {command} -o - --server {address} >&-"
+        process = await asyncio.create_subprocess_exec("bash", "-c", script, cwd=tmp_path, stdout=PIPE, stderr=PIPE)
+        result = await finish(process)
+        assert (result.status, result.err) == (2, "h3stream: standard output is closed\n")
+    assert (service.attached, service.downloads) == ([], [])
+
+
+async def test_a_download_goes_where_it_is_told(run: Run, service: FakeVideoService, tmp_path: Path) -> None:
+    await run("generate", "a fox", "-o", "clip.mp4")
+    assert (await run("download", "job-0")).out == b"none\n"
+    data = content_of("job-0", "final.mp4")
+    for output in ("-", "/dev/stdout"):
+        result = await run("download", "job-0", "final.mp4", "-o", output)
+        assert (result.status, result.out) == (0, data), result.err
+    result = await run("download", "job-0", "final.mp4")
+    assert (result.status, result.out) == (0, b"final.mp4\n")
+    assert (tmp_path / "final.mp4").read_bytes() == data
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_job_that_is_not_to_be_cancelled_goes_on(
+    number: signal.Signals, address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(stall_at=FIRST.seq + 1)
+    options = ("-o", "clip.mp4", "--no-cancel-on-disconnect", "--server", address)
+    process = await start("generate", "a fox", *options, cwd=tmp_path)
+    await until(lambda: (tmp_path / "clip.mp4").exists() and (tmp_path / "clip.mp4").stat().st_size > 5000)
+    process.send_signal(number)
+    result = await finish(process)
+    assert (result.status, service.cancelled) == (130, set())
+    assert result.err.splitlines()[-1] == (
+        f"h3stream: interrupted; job job-0 goes on; follow it with: h3stream attach job-0 --server {address} -o FILE; "
+        "clip.mp4 keeps the 17 of 39 frames that had arrived"
+    )
+
+
+async def test_a_lost_connection_is_told_and_so_is_its_return(
+    run: Run, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(lose_at=[FIRST.seq])
+    result = await run("generate", "a fox", "-o", "clip.mp4", "--no-cancel-on-disconnect")
+    assert result.status == 0, result.err
+    assert [line for line in result.err.splitlines() if "connect" in line] == [
+        "h3stream: connection lost; trying again for up to 60 s",
+        "h3stream: connected again",
+    ]
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(PLAN)
+
+
 async def test_a_reader_that_goes_away_cancels_the_job(address: str, service: FakeVideoService, tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     process = await asyncio.create_subprocess_exec(
@@ -237,7 +309,7 @@ async def test_a_job_that_could_not_be_cancelled_is_not_called_cancelled(
 ) -> None:
     service.script = Script(stall_at=FIRST.seq + 1)
     process = await start("generate", "a fox", "-o", "clip.mp4", "--server", address, cwd=tmp_path)
-    await until(lambda: (tmp_path / "clip.mp4").exists())
+    await until(lambda: (tmp_path / "clip.mp4").exists() and (tmp_path / "clip.mp4").stat().st_size > 5000)
     service.script.refuse_with = NotReadyError("the server is stopping")
     process.send_signal(signal.SIGINT)
     result = await finish(process)
@@ -272,6 +344,19 @@ async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(r
             ["plan", "a fox", "--adapter", "turbo=much"],
             "'turbo=much' is not NAME or NAME=STRENGTH: 'much' is no number",
         ),
+        (["plan", "a fox", "--window", "foo"], "--window: 'foo' is no number of chunks; give N, or all"),
+        (["plan", "a fox", "--seed", "-1", "--frames", "40"], "the nearest valid values are 39 and 56"),
+        (["generate", "a fox", "-o", "c.mp4", "--previews", __file__], "is no directory"),
+        (
+            ["generate", "a fox", "-o", "c.mp4", "--previews", "s", "--preview-side", "0"],
+            "there is nothing for --previews",
+        ),
+        (["job", os.fsdecode(b"\xff")], "job_id holds a lone surrogate at character 0"),
+        (["cancel", os.fsdecode(b"\xff")], "job_id holds a lone surrogate at character 0"),
+        (["attach", os.fsdecode(b"\xff"), "-o", "c.mp4"], "job_id holds a lone surrogate at character 0"),
+        (["download", "job-0", os.fsdecode(b"\xff")], "name holds a lone surrogate at character 0"),
+        (["download", "job-0", "final.mp4", "-o", "."], "cannot write .: it is a directory"),
+        (["download", "job-0", "final.mp4", "-o", ""], "cannot write '': it is a directory"),
         (["plan", "a fox", "--adapter", "turbo=nan"], "adapters[0].strength is nan; it must be a finite number"),
         (["generate", "a fox", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
         (["paint", "a fox"], "invalid choice: 'paint'"),
@@ -293,13 +378,46 @@ async def test_bad_arguments_end_with_status_2(
     result = await run(*arguments)
     assert result.status == 2
     assert words in result.err
-    assert (service.requests, service.headers) == ([], [])
+    assert (service.requests, service.headers, service.downloads) == ([], [], [])
 
 
 async def test_a_job_is_refined_where_it_was_made(tmp_path: Path) -> None:
     result = await finish(await start("refine", "job-0", "-o", "clip.mp4", "--model", ".", cwd=tmp_path))
     assert result.status == 2
     assert "a job is refined where it was made" in result.err
+
+
+async def test_a_job_is_refined_at_its_server_alone(tmp_path: Path) -> None:
+    result = await finish(await start("refine", "job-0", "-o", "clip.mp4", "--model", ".", cwd=tmp_path))
+    assert result.status == 2
+    assert "a job is refined where it was made: --model is for a file" in result.err
+
+
+async def test_the_environment_names_the_server_where_no_argument_does(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H3STREAM_SERVER", address)
+    result = await finish(await start("generate", "a fox", "-o", "clip.mp4", cwd=tmp_path))
+    assert result.status == 0, result.err
+    assert "starting" not in result.err
+    assert b'"job_id": "job-0"' in (await finish(await start("job", "job-0", cwd=tmp_path))).out
+    monkeypatch.setenv("H3STREAM_SERVER", "localhost")
+    result = await finish(await start("info", cwd=tmp_path))
+    assert result.status == 2
+    assert "'localhost' is no address of a server; give HOST:PORT" in result.err
+
+
+@pytest.mark.parametrize("text", ["localhost", "localhost:abc", "", "localhost:0", "http://localhost:1", "::1:5"])
+def test_what_is_no_address_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["info", "--server", text])
+    assert end.value.code == 2
+    assert "is no address of a server; give HOST:PORT, e.g. localhost:50051, or unix:PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "[::1]:50051", "unix:/tmp/socket", "unix:socket"])
+def test_an_address_is_taken_as_it_is(address: str) -> None:
+    assert make_parser().parse_args(["info", "--server", address]).server == address
 
 
 async def test_a_failure_mid_stream_says_why_and_keeps_what_had_arrived(
@@ -338,10 +456,8 @@ async def test_a_file_that_cannot_be_written_cancels_the_job(
 
 async def test_a_server_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     result = await finish(await start("info", "--server", "127.0.0.1:1", cwd=tmp_path))
-    assert result.status == 1
-    assert result.err.startswith("h3stream: NOT_READY: ")
-    assert "127.0.0.1:1" in result.err
-    assert "Traceback" not in result.err
+    told = "nothing answers at 127.0.0.1:1; is a server running there (h3stream serve)?"
+    assert (result.status, result.err) == (1, f"h3stream: NOT_READY: {told}\n")
 
 
 async def test_plan_prints_the_chunks(run: Run, service: FakeVideoService) -> None:
@@ -620,7 +736,7 @@ async def test_a_terminal_shows_one_line_that_fits_it(address: str, tmp_path: Pa
     drawn = [line.removesuffix("\x1b[K") for line in re.split(r"[\r\n]+", shown) if "%" in line]
     assert len(drawn) > 5
     assert max(map(len, drawn)) <= 79
-    assert re.fullmatch(r"\[#+\] 100%  decode  chunk 3/3  39/39 frames  first at \d\.\d s", drawn[-1])
+    assert re.fullmatch(r"\[#+\] 100%  decode  chunk 2 of 0-2  39/39 frames  first at \d\.\d s", drawn[-1])
     assert f"warning: {NOTICE}" in shown
 
 

@@ -74,6 +74,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (packages / package / f"{module}.py").write_text(textwrap.dedent(text))
     marks = tmp_path / "marks"
     marks.mkdir()
+    (tmp_path / "my-model").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("MARKS", str(marks))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
@@ -118,6 +119,23 @@ async def test_a_latents_file_is_refined_without_a_server(marks: Path, tmp_path:
     assert (tmp_path / "louder.mp4").read_bytes() == content_of("refine-0", "refined.mp4")
     assert out.splitlines()[-1] == "louder.mp4"
     assert (marks / "stopped").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--frames 40 --seed -1 --model my-model", "the nearest valid values are 39 and 56"),
+        ("--width 100 --sink 0", "width is 100; it must be a multiple of 32"),
+        ("--refine-steps 0 --artifact final.mp5", "refine_audio.steps is 0"),
+        ("--model nowhere", "there is no model directory nowhere"),
+    ],
+)
+async def test_what_would_be_refused_starts_nothing(marks: Path, arguments: str, told: str) -> None:
+    status, out, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", *arguments.split()))
+    assert (status, out) == (2, "")
+    assert told in err
+    assert "starting" not in err
+    assert list(marks.iterdir()) == []
 
 
 async def test_generate_without_a_server_starts_one_and_stops_it(marks: Path, tmp_path: Path) -> None:

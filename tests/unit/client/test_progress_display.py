@@ -36,7 +36,7 @@ def test_the_tally_starts_at_nothing_and_ends_at_everything() -> None:
     num_bytes = sum(len(event.media) for event in EVENTS)
     assert tally.summary() == [
         f"first fragment after {first.seq:.1f} s; 17 of 39 frames were out before sampling ended",
-        f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; 0.3 s in all",
+        f"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; {float(len(EVENTS) - 1)} s in all",
         f"warning: {NOTICE}",
         "warning: 3 audio samples are at full scale",
     ]
@@ -64,7 +64,7 @@ def test_a_dense_clip_is_counted_in_its_own_forwards_and_has_no_chunk_while_it_i
     sampled = [i for i, e in enumerate(DENSE) if isinstance(e, Progress)]
     assert [fractions[i + 1] for i in sampled] == pytest.approx([step / 5 for step in range(1, 6)])
     assert states[sampled[2] + 1].describe() == "denoise  step 3/5  0/39 frames"
-    assert states[sampled[-1] + 2].describe() == "decode  chunk 1/3  0/39 frames"
+    assert states[sampled[-1] + 2].describe() == "decode  chunk 0 of 0-2  0/39 frames"
     assert states[-1].notes[0] == "job job-0: 39 frames of 64x64 sampled at once, seed 0"
     assert states[-1].summary()[0].endswith("0 of 39 frames were out before sampling ended")
 
@@ -116,6 +116,39 @@ def test_a_queued_job_says_how_many_are_ahead() -> None:
     assert tally_after([EVENTS[0], replace(queued, queue_position=1)]).describe().startswith("queued  behind 1 job  ")
 
 
+def test_who_joins_late_is_told_of_what_has_come_from_then_on() -> None:
+    init, _, last = [event for event in EVENTS if event.media]
+    joined = [EVENTS[0], init, *EVENTS[last.seq :]]
+    assert tally_after(joined).summary()[:2] == [
+        "first fragment after 2.0 s; joined at frame 17: the clip begins there",
+        f"22 frames, {len(init.media + last.media)} bytes in 1 fragments; {float(len(joined) - 1)} s in all",
+    ]
+
+
+def test_a_place_in_the_queue_is_a_line_whenever_it_changes() -> None:
+    stream = io.StringIO()
+    lines, tally = Lines(stream), Tally()
+    beat = replace(heartbeat(1, PLAN, "job-0"), phase="queued", chunk_index=-1)
+    for position in (3, 3, 2, 2, 1, 0):
+        event = replace(beat, queue_position=position)
+        tally.add(event, 1.0)
+        lines.show(tally, event, 1.0)
+    assert stream.getvalue().splitlines() == [
+        f"    1.0 s  queued  behind {ahead}" for ahead in ("3 jobs", "2 jobs", "1 job")
+    ]
+
+
+def test_a_note_has_a_line_of_its_own() -> None:
+    stream = io.StringIO()
+    bar, tally = LiveBar(stream, lambda: 80), tally_after(EVENTS[:3])
+    bar.show(tally, EVENTS[2], 1.0)
+    bar.note("connection lost")
+    assert stream.getvalue().endswith("\r\x1b[Kconnection lost\n")
+    stream = io.StringIO()
+    Lines(stream).note("connection lost")
+    assert stream.getvalue() == "connection lost\n"
+
+
 def longest_state() -> Tally:
     tally = tally_after(EVENTS)
     tally.stream = None
@@ -135,7 +168,7 @@ def test_eighty_columns_hold_a_bar_and_every_word() -> None:
     assert line.startswith("[##")
     assert line.endswith("first at 11.0 s") or "frames" in line
     assert bar_line(longest_state(), 79).endswith(
-        "denoise  chunk 22/22  step 99/100  357/362 frames  first at 1234.5 s"
+        "denoise  chunk 21 of 0-21  step 99/100  357/362 frames  first at 1234.5 s"
     )
 
 
