@@ -217,7 +217,7 @@ def print_caches(bench: Bench) -> None:
         exact, cached = bench.timed(EXACT, cache)
         print(
             f"{exact.exact_s / cached.cached_s:11.2f}x {cached.build_s / exact.exact_s:11.2f}x "
-            f"{relative_distance(cached.audio, exact.audio):11.4f} {gib(_num_bytes(bench, cache)):>13} "
+            f"{relative_distance(cached.audio, exact.audio):11.1e} {gib(_num_bytes(bench, cache)):>13} "
             f"{cached.cached_block_s / cached.cached_s:9.0%} {bench.decode_rate(contents, precision) / 1e9:5.2f} GB/s"
             f"  {contents}, {precision}, text {text}: {exact.exact_s:.3f} s against {cached.cached_s:.3f} s",
             flush=True,
