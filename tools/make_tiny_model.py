@@ -32,15 +32,15 @@ _COMPONENT_CLASSES = {
 }
 
 
-def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> None:
-    """Writes the model directory, whole or not at all.
+def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> bool:
+    """Writes the model directory, whole or not at all; returns whether it did.
 
     A directory that holds a model (it has a `model_index.json`) is left alone unless `force`, which replaces it.
     Raises ConfigError if `directory` exists, is not empty and is something else.
     """
     if (directory / "model_index.json").is_file():
         if not force:
-            return
+            return False
     elif directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ConfigError(f"{directory} exists and is no model directory; remove it or choose another")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,7 @@ def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> N
         if directory.exists():
             directory.rename(Path(scratch) / "replaced")
         made.rename(directory)
+    return True
 
 
 def _write_components(directory: Path, seed: int) -> None:
@@ -89,7 +90,10 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="replace a model that is already there")
     arguments = parser.parse_args()
     try:
-        make_tiny_model(arguments.directory, arguments.seed, force=arguments.force)
+        if not make_tiny_model(arguments.directory, arguments.seed, force=arguments.force):
+            sys.exit(
+                f"make_tiny_model: {arguments.directory} holds a model already, which is kept; --force replaces it"
+            )
     except StartupError as error:
         sys.exit(f"make_tiny_model: {error}")
     total = sum(file.stat().st_size for file in arguments.directory.rglob("*") if file.is_file())

@@ -114,14 +114,15 @@ def model_directory(given: Path | None, environment: Mapping[str, str], report: 
         return None
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "h3stream" / "tiny-model"
-    if not (directory / "model_index.json").exists():
+    index = directory / "model_index.json"
+    if not index.exists():
         report(f"making the tiny model {directory}")
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StartupError(f"the tiny model cannot be made: {directory.parent}: {error.strerror}") from error
         made = subprocess.run([*_PYTHON, "tools.make_tiny_model", str(directory)], capture_output=True, text=True)
-        if made.returncode != 0:
+        if made.returncode != 0 and not index.exists():  # another command may have made it meanwhile
             raise StartupError(f"the tiny model cannot be made:\n{_tail(made.stderr)}")
     return directory
 

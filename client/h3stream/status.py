@@ -129,7 +129,7 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
 
 def _unreachable(message: str, address: str) -> str:
     """What a lost connection means in words, where there has been none; else what gRPC says."""
-    if "DNS resolution failed" in message:
+    if "DNS resolution failed" in message or "errors resolving" in message:
         return f"there is no host of that name: {address}"
     if "failed to connect" in message.lower():
         return f"nothing answers at {address}; is a server running there (h3stream serve)?"

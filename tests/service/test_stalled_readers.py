@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -17,6 +18,10 @@ from tests.service.big_job_server import FRAGMENT_BYTES, JOB_ID, NUM_FRAGMENTS
 NUM_STALLED = 50
 MAX_BYTES_EACH = 3_000_000
 """An event that is being sent, and what gRPC keeps for a connection; the job has 32 MB."""
+
+
+BURST = 120
+"""Messages of 250 kB, 30 MB in all."""
 
 
 @pytest.fixture
@@ -75,3 +80,32 @@ async def test_stalled_viewers_cost_little_memory_and_hold_nobody_up(
         assert len([response async for response in viewer]) == NUM_FRAGMENTS + 2
     for channel in channels:
         await channel.close()
+
+
+async def test_what_a_stalled_reader_holds_is_bounded_however_fast_it_has_read_before() -> None:
+    num_written = [0, 0]
+    is_full = asyncio.Event()
+
+    async def burst(request: bytes, context: aio.ServicerContext[bytes, bytes]) -> None:
+        for _ in range(BURST):
+            writing = asyncio.ensure_future(context.write(bytes(250_000)))  # returns once the window has room for it
+            await asyncio.wait([writing], timeout=2.0)
+            if not writing.done():
+                is_full.set()
+            await writing
+            num_written[int(request)] += 1
+
+    server = aio.server(options=[("grpc.max_send_message_length", 1 << 20)])
+    handlers = {"Burst": grpc.unary_stream_rpc_method_handler(burst)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+        call = channel.unary_stream("/test.Service/Burst")
+        assert len([message async for message in call(b"0")]) == BURST
+        stalled = call(b"1")
+        await stalled.read()
+        await asyncio.wait_for(is_full.wait(), 60)
+        assert num_written[1] * 250_000 < 2_000_000
+        stalled.cancel()
+    await server.stop(0)

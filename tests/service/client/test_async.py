@@ -228,6 +228,15 @@ async def test_save_keeps_what_had_arrived_when_the_job_fails(
     assert (tmp_path / "clip.mp4").read_bytes() == media[0].data + media[1].data
 
 
+async def test_save_raises_where_the_job_succeeds_without_a_stream(
+    client: AsyncClient, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(has_stream=False)
+    with pytest.raises(MuxError, match=r"not whole: no encoder can open; .* has of the job: audio\.flac"):
+        await client.save("a fox", tmp_path / "clip.mp4")
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_a_refused_request_leaves_an_older_file_alone(client: AsyncClient, tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
     path.write_bytes(b"older")
@@ -278,7 +287,7 @@ async def test_a_server_that_is_not_there_is_not_ready() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         _, error = await collect(client)
         assert isinstance(error, NotReadyError)
-        with pytest.raises(NotReadyError):
+        with pytest.raises(NotReadyError, match=r"nothing answers at 127\.0\.0\.1:1; is a server running there"):
             await client.server_info()
 
 

@@ -131,6 +131,17 @@ async def test_save_writes_the_stream(address: str, tmp_path: Path) -> None:
     assert completed == list(events_of(PLAN))[-1]
 
 
+async def test_save_raises_where_the_job_succeeds_without_a_stream(
+    address: str, service: FakeVideoService, tmp_path: Path
+) -> None:
+    service.script = Script(has_stream=False)
+    (tmp_path / "clip.mp4").write_bytes(b"older")
+    with Client(address) as client, pytest.raises(MuxError, match=r"the server has of the job: audio\.flac") as caught:
+        await asyncio.to_thread(client.save, "a fox", tmp_path / "clip.mp4")
+    assert caught.value.job_id == "job-0"
+    assert not (tmp_path / "clip.mp4").exists()
+
+
 async def test_the_file_is_whole_after_every_event(address: str, service: FakeVideoService, tmp_path: Path) -> None:
     first = next(e for e in events_of(PLAN) if isinstance(e, Fragment))
     service.script = Script(stall_at=first.seq + 1)
@@ -163,7 +174,7 @@ async def test_plan_job_adapters_and_server_info_arrive_whole(address: str) -> N
 
 def test_a_server_that_is_not_there_is_not_ready() -> None:
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(NotReadyError):
+        with pytest.raises(NotReadyError, match=r"nothing answers at 127\.0\.0\.1:1; is a server running there"):
             next(client.generate("a fox"))
         with pytest.raises(NotReadyError):
             client.server_info()

@@ -10,7 +10,7 @@ from grpc_status.rpc_status import aio as rpc_status
 
 from h3stream import AsyncClient, errors
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, OverloadedError
-from h3stream.status import MAX_TEXT_BYTES, STATUS_OF
+from h3stream.status import MAX_TEXT_BYTES, STATUS_OF, from_rpc_error
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from tests.fakes import FakeVideoService, Script
 
@@ -155,3 +155,23 @@ async def test_a_status_without_a_readable_reason_still_has_a_class(
             await client.job("job-3")
     await server.stop(0)
     assert type(caught.value) is cls
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: ...", "nothing answers at here:1; is a server"),
+        ("DNS resolution failed for here:1: ...", "there is no host of that name: here:1"),
+        ("errors resolving here:1: [field:hostname lookup error:...]", "there is no host of that name: here:1"),
+        ("Socket closed", "Socket closed"),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_told_in_words_and_the_rest_is_for_the_log(
+    details: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "h3stream.status")
+    lost = aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(), details)
+    error = from_rpc_error(lost, "here:1")
+    assert isinstance(error, errors.NotReadyError)
+    assert error.message.startswith(told)
+    assert caplog.messages == [f"here:1: {details}"]

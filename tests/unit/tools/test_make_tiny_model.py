@@ -88,6 +88,14 @@ def test_a_complete_model_is_left_alone_unless_forced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_the_command_says_that_it_keeps_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model_index.json").touch()
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model", str(tmp_path), "--seed", "1"])
+    with pytest.raises(SystemExit, match="holds a model already, which is kept; --force replaces it"):
+        tool.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["model_index.json"]
+
+
 def test_a_directory_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
