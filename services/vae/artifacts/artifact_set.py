@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h3stream.errors import PhaseError
+from services.common.files import remove
 from services.vae.artifacts.base import Artifact, ArtifactFile
 from services.vae.media.boxes import Packet
 
@@ -42,7 +43,7 @@ class ArtifactSet:
                 self._open[name] = make(directory)
             except PhaseError as error:
                 for path in directory.glob(f".{name}.*"):  # what it had opened by then
-                    path.unlink()
+                    remove(path)
                 self.failures.append(ArtifactFailure(name, error.message))
 
     def wants(self, name: str) -> bool:
@@ -90,7 +91,7 @@ class ArtifactSet:
         """Takes complete files back, for a caller that nobody waits for any more."""
         for file in files:
             assert self._directory is not None
-            (self._directory / file.name).unlink(missing_ok=True)
+            remove(self._directory / file.name)
 
     def discard(self) -> None:
         """Removes what is not complete."""

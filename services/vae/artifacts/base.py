@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from core.artifacts import REFINED_ARTIFACTS, WORKER_ARTIFACTS
 from h3stream.errors import PhaseError
+from services.common.files import part_path, publish, remove
 from services.vae.media.boxes import Packet
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class Artifact:
         """Makes the directory if need be."""
         self.name = name
         self._directory = directory
-        self._part = directory / f".{name}.part"
+        self._part = part_path(directory / name)
         with disk_errors(name):
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -76,19 +75,14 @@ class Artifact:
         """
         with disk_errors(self.name):
             self._complete(divisor)
-            with self._part.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-                size = os.fstat(file.fileno()).st_size
-                os.fsync(file.fileno())
-            # The name appears only now, with everything behind it.
-            os.replace(self._part, self._directory / self.name)
+            size, sha256 = publish(self._directory / self.name)
         self.discard()
-        return ArtifactFile(self.name, _MEDIA_TYPES[self.name], size, digest.hexdigest())
+        return ArtifactFile(self.name, _MEDIA_TYPES[self.name], size, sha256)
 
     def discard(self) -> None:
-        """Removes whatever is not complete. A complete file stays. May be called again."""
+        """Removes whatever is not complete, as far as it can be removed. A complete file stays. May be called again."""
         self._close()
-        self._part.unlink(missing_ok=True)
+        remove(self._part)
 
     def _complete(self, divisor: float) -> None:
         """Writes what is still to be written and closes the file."""

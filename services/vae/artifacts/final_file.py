@@ -17,6 +17,7 @@ import numpy.typing as npt
 from core.artifacts import FINAL
 from core.budget import AAC_BIT_RATE
 from core.geometry import AUDIO_CHANNELS, num_samples
+from services.common.files import remove
 from services.vae.artifacts.base import Artifact, disk_errors
 from services.vae.media.boxes import AudioTrack, Packet, VideoTrack
 from services.vae.media.encoders import AacEncoder
@@ -53,7 +54,7 @@ class FinalFile(Artifact):
         """Removes the spools and whatever is not complete. A complete file stays."""
         super().discard()
         for path in self._spools:
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def _complete(self, divisor: float) -> None:
         """Encodes the sound, divided by `divisor`, and writes the file. Raises MuxError if the sound fails."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import math
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -320,6 +323,56 @@ def test_an_artifact_that_cannot_be_written_is_given_up_alone(worker: VaeWorker,
     (failure,) = finished.failures
     assert (failure.name, failure.message) == (name, f"{name} cannot be written: No space left on device")
     assert {path.name for path in (tmp_path / "full").iterdir()} == {file.name for file in expected}
+
+
+def replace_by_a_file(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(directory)
+    directory.write_bytes(b"")
+
+
+def make_immutable(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Open files can be written, names neither made nor removed: what `chattr +i` does, to root also."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    for name in ("unlink", "replace"):
+        patch.setattr(os, name, refuse)
+
+
+@pytest.mark.parametrize("spoil", [replace_by_a_file, make_immutable])
+@pytest.mark.parametrize("num_decoded", [0, 1, 2])
+def test_a_directory_that_can_be_changed_no_more_costs_the_artifacts_alone(
+    worker: VaeWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    num_decoded: int,
+) -> None:
+    whole = run_clip(worker, CLIP, "whole")
+    directory, recorder = tmp_path / "job", Recorder()
+    worker.open_session("s", CLIP, directory)
+    with monkeypatch.context() as patch:
+        for chunk_index in (0, 1):
+            if chunk_index == num_decoded:
+                spoil(directory, patch)
+            tensors = latents(worker, "s", chunk_index)
+            worker.decode_chunk("s", chunk_index, *tensors, recorder.media.append, never)
+        if num_decoded == 2:
+            spoil(directory, patch)
+        assert recorder.media == whole.media
+        finished = worker.finish("s")
+        assert finished.artifacts == []
+        assert {failure.name for failure in finished.failures} == set(WORKER_ARTIFACTS)
+        assert worker.close_session("s")
+
+
+def test_a_directory_that_is_none_costs_the_artifacts_alone(worker: VaeWorker, tmp_path: Path) -> None:
+    (tmp_path / "job").write_bytes(b"")
+    assert run_clip(worker, CLIP, "s", tmp_path / "job").media == run_clip(worker, CLIP, "whole").media
+    finished = worker.finish("s")
+    assert finished.artifacts == []
+    assert {failure.name for failure in finished.failures} == set(WORKER_ARTIFACTS)
 
 
 def test_settings_are_checked(model_directory: Path) -> None:
