@@ -8,12 +8,13 @@
     DELETE /api/jobs/ID                  cancels it
     GET    /api/jobs/ID/events           its events as Server-Sent Events, without media bytes; Last-Event-ID resumes
     GET    /api/jobs/ID/media/SEQ.mp4    the media bytes of one event: of the stream, or of the refined rendition
-    GET    /api/jobs/ID/stream.mp4       the whole stream from its start, as it comes
+    GET    /api/jobs/ID/stream.mp4       the stream from its start, as it comes; ?partial=true: what there is of it
     GET    /api/jobs/ID/hls/index.m3u8   the stream as an HLS event playlist
     GET    /api/jobs/ID/artifacts/NAME   an artifact; Range works
 
-Every failure is a JSON object {"error": {"reason", "message", "job_id", "violations"?, "retry_after_s"?}}. The gateway
-holds no state that matters: all of it can be lost and everybody resumes.
+Every failure is a JSON object {"error": {"reason", "message", "job_id", "violations"?, "retry_after_s"?}}; a body that
+has begun is cut instead, so that nobody takes it for whole. The gateway holds no state that matters: all of it can be
+lost and everybody resumes.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ import asyncio
 import ipaddress
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h3stream.errors import GenerationError, JobNotFoundError, NotReadyError
+from h3stream.errors import ArtifactNotFoundError, FieldViolation, GenerationError, NotReadyError
+from h3stream.events import Artifact, StreamComplete
+from h3stream.fields import invalid_request
+from h3stream.job import Job
 from web.playlist import ENDED_STATES, MediaIndexes
 from web.upstream import Upstream
 from web.wire import (
     byte_range,
     error_json,
+    event_name,
+    event_number,
     http_status,
     parse_refinement,
     parse_request,
@@ -91,7 +98,7 @@ def make_app(server: str, *, any_host: bool) -> ASGIApp:
         Route(job, gateway.job, methods=["GET"]),
         Route(job, gateway.cancel, methods=["DELETE"]),
         Route(f"{job}/events", gateway.events),
-        Route(f"{job}/media/{{seq:int}}.mp4", gateway.media),
+        Route(f"{job}/media/{{seq}}.mp4", gateway.media),
         Route(f"{job}/stream.mp4", gateway.stream),
         Route(f"{job}/hls/index.m3u8", gateway.playlist),
         Route(f"{job}/artifacts/{{name}}", gateway.artifact),
@@ -100,7 +107,11 @@ def make_app(server: str, *, any_host: bool) -> ASGIApp:
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={GenerationError: _on_generation_error, HTTPException: _on_http_error},
+        exception_handlers={
+            GenerationError: _on_generation_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+        },
     )
     return Guard(app, any_host=any_host)
 
@@ -147,10 +158,11 @@ class Gateway:
         A stream that closes without `ended` is to be resumed.
         """
         job = await self._upstream.job(request.path_params["job_id"])
-        last = request.headers.get("last-event-id") or request.query_params.get("last_event_id", "")
-        from_seq = int(last) + 1 if last.isascii() and last.isdecimal() else 0
+        last = request.headers.get("last-event-id") or request.query_params.get("last_event_id")
+        from_seq = 0 if not last else event_number("last_event_id", last) + 1
         if from_seq > job.num_events:
-            raise HTTPException(400, f"event {last} has not come yet; there are {job.num_events}")
+            rule = f"has not come yet; there are {job.num_events}"
+            raise invalid_request([FieldViolation("last_event_id", f"event {from_seq - 1} {rule}")])
         # nginx and its like would otherwise collect events before they pass them on.
         headers = {"X-Accel-Buffering": "no"}
         return LiveResponse(self._event_messages(job.job_id, from_seq), headers=headers, media_type="text/event-stream")
@@ -171,46 +183,60 @@ class Gateway:
 
     async def media(self, request: Request) -> Response:
         """The bytes of an init segment or a fragment, which never change."""
-        job_id, seq = request.path_params["job_id"], request.path_params["seq"]
-        job = await self._upstream.job(job_id)
-        if seq < job.num_events:
-            async with self._upstream.follow(job_id, seq) as events:
-                async for event in events:
-                    if data := event.media or event.refined_media:
-                        return Response(data, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
-                    break
-        raise HTTPException(404, f"job {job_id} has no media at event {seq}")
+        job = await self._upstream.job(request.path_params["job_id"])
+        seq = event_number("SEQ", request.path_params["seq"])
+        if seq >= job.num_events:
+            missing = f"event {seq} of job {job.job_id} has not come yet; there are {job.num_events}"
+            raise ArtifactNotFoundError(missing, job_id=job.job_id)
+        async with self._upstream.follow(job.job_id, seq) as events:
+            event = await anext(events)
+        if data := event.media or event.refined_media:
+            return Response(data, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
+        missing = (
+            f"event {seq} ({event_name(event)}) of job {job.job_id} has no media; init segments and fragments have"
+        )
+        raise ArtifactNotFoundError(missing, job_id=job.job_id)
 
     async def stream(self, request: Request) -> Response:
-        """The stream as one progressive file: the bytes so far, then the rest as it is made."""
-        job = await self._upstream.job(request.path_params["job_id"])
-        return LiveResponse(self._media(job.job_id), media_type="video/mp4")
+        """The stream as one progressive file: the bytes so far, then the rest as it is made.
 
-    async def _media(self, job_id: str) -> AsyncIterator[bytes]:
+        Without `partial=true` it is cut where a job ends without the whole stream.
+        """
+        job = await self._upstream.job(request.path_params["job_id"])
+        wish = request.query_params.get("partial", "false")
+        if wish not in ("true", "false"):
+            raise invalid_request([FieldViolation("partial", f"partial is {wish[:80]!a}; it must be true or false")])
+        headers = {"Content-Disposition": 'inline; filename="partial.mp4"'} if wish == "true" else None
+        return LiveResponse(self._media(job.job_id, wish == "true"), headers=headers, media_type="video/mp4")
+
+    async def _media(self, job_id: str, is_partial: bool) -> AsyncIterator[bytes]:
+        ending: GenerationError | None = None
         try:
             async with self._upstream.follow(job_id) as events:
                 async for event in events:
                     if event.media:
                         yield event.media
-        except GenerationError:
-            if (await self._upstream.job(job_id)).state not in ENDED_STATES:
-                raise  # the file is not whole; what a job made before it failed is all there is of it
+                    elif isinstance(event, StreamComplete):
+                        return
+        except GenerationError as error:
+            ending = error
+        job = await self._upstream.job(job_id)
+        if not is_partial or job.state not in ENDED_STATES:
+            raise ending or incomplete_stream(job)
 
     async def playlist(self, request: Request) -> Response:
-        """The playlist as far as the job is."""
-        index = await self._indexes.get(await self._upstream.job(request.path_params["job_id"]))
+        """The playlist as far as the job is; 410 once there will never be a whole one, so that players stop to ask."""
+        job = await self._upstream.job(request.path_params["job_id"])
+        index = await self._indexes.get(job)
+        if job.state in ENDED_STATES and not index.is_complete:
+            raise incomplete_stream(job)
         return Response(index.playlist(), media_type="application/vnd.apple.mpegurl")
 
     async def artifact(self, request: Request) -> Response:
         """An artifact, or the range of it that is asked for."""
         job = await self._upstream.job(request.path_params["job_id"])
         name = request.path_params["name"]
-        artifact = next((artifact for artifact in job.artifacts if artifact.name == name), None)
-        if artifact is None:
-            removed = next((gone for gone in job.removed_artifacts if gone.name == name), None)
-            if removed is not None:
-                raise HTTPException(410, f"{name} was removed: {removed.message}")
-            raise HTTPException(404, f"job {job.job_id} has no artifact {name[:80]!r}")
+        artifact = find_artifact(job, name)
         tag = f'"{artifact.sha256}"'
         headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -230,6 +256,37 @@ class Gateway:
         return LiveResponse(data, status, headers, artifact.media_type)
 
 
+class GoneError(HTTPException):
+    """What is asked for was there, or was to be, and never will be again."""
+
+    def __init__(self, reason: str, message: str, job_id: str) -> None:
+        super().__init__(410, message)
+        self.reason = reason
+        self.job_id = job_id
+
+
+def find_artifact(job: Job, name: str) -> Artifact:
+    """The artifact of that name. Raises ArtifactNotFoundError, which tells what there is, or GoneError."""
+    artifacts = {artifact.name: artifact for artifact in job.artifacts}
+    if name in artifacts:
+        return artifacts[name]
+    removed = {gone.name: gone.message for gone in job.removed_artifacts}
+    if name in removed:
+        message = f"{name} of job {job.job_id} has been removed: {removed[name]}"
+        raise GoneError("ARTIFACT_REMOVED", message, job.job_id)
+    names = ", ".join(artifacts) or "none"
+    until = "" if job.state in ENDED_STATES else f" while it is {job.state}"
+    message = f"job {job.job_id} has no artifact {name[:80]!r}; it has {names}{until}"
+    raise ArtifactNotFoundError(message, job_id=job.job_id)
+
+
+def incomplete_stream(job: Job) -> GoneError:
+    """What is told of the stream of a job that has ended without the whole of it."""
+    why = "" if job.error is None else f", {job.error.message}"
+    message = f"the stream of job {job.job_id} is not whole and never will be: the job is over ({job.state}{why})"
+    return GoneError("STREAM_INCOMPLETE", message, job.job_id)
+
+
 class LiveResponse(StreamingResponse):
     """A body that is sent as it is made. If that fails, the connection is cut, so that nobody takes it for whole."""
 
@@ -239,16 +296,15 @@ class LiveResponse(StreamingResponse):
             self.body_iterator = _nothing()
         try:
             await super().__call__(scope, receive, send)
-        except (
-            asyncio.CancelledError
-        ):  # the gateway stops, and this task with it: nothing that anybody should look into
+        except asyncio.CancelledError:  # the gateway stops, and this task with it
             log.info("a response is cut short: the gateway stops")
 
     async def stream_response(self, send: Send) -> None:
         """Sends the head and the body."""
         try:
             await super().stream_response(send)
-        except GenerationError as error:
+        except (GenerationError, GoneError) as error:
+            # What ends without a last message, uvicorn cuts.
             log.warning("a response is cut short: %s", error)
 
 
@@ -282,9 +338,9 @@ class Guard:
         if self._any_host or _is_own_name(host):
             await self._app(scope, receive, send_guarded)
         else:
-            await _error(421, "WRONG_HOST", f"this gateway serves this machine alone, not {host[:80]!r}")(
-                scope, receive, send_guarded
-            )
+            message = f"this gateway serves this machine alone, not {host[:80]!r}"
+            refusal = _error(421, {"reason": "WRONG_HOST", "message": message, "job_id": ""})
+            await refusal(scope, receive, send_guarded)
 
 
 def _is_own_name(host: str) -> bool:
@@ -313,17 +369,22 @@ async def _on_generation_error(request: Request, error: Exception) -> Response:
     facts = error_json(error)
     if "retry_after_s" in facts:
         headers["Retry-After"] = str(math.ceil(facts["retry_after_s"]))
-    return JSONResponse({"error": facts}, http_status(error), headers)
+    return _error(http_status(error), facts, headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = JobNotFoundError.reason if error.status_code == 404 and "/jobs/" in request.url.path else "HTTP_ERROR"
-    return _error(error.status_code, reason, error.detail, dict(error.headers or {}))
+    reason, job_id = (error.reason, error.job_id) if isinstance(error, GoneError) else ("HTTP_ERROR", "")
+    return _error(error.status_code, {"reason": reason, "message": error.detail, "job_id": job_id}, error.headers)
 
 
-def _error(status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"error": {"reason": reason, "message": message, "job_id": ""}}, status, headers)
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # which nobody reads: the caller has gone in the middle of the body
+
+
+def _error(status: int, facts: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    # In ASCII: a caller may have sent what is no UTF-8, and is told of it.
+    return Response(to_json({"error": facts}), status, headers, "application/json")
 
 
 def _json(value: object, status: int = 200) -> Response:

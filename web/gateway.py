@@ -6,20 +6,30 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 
-import uvicorn
-
 from h3stream.errors import ConfigError
 from services.common.listen import check_tcp_address
-from web.app import make_app
+
+try:
+    import uvicorn
+
+    from web.app import make_app
+except ModuleNotFoundError as missing:
+    package = str(missing.name).partition(".")[0]
+    sys.exit(f"h3stream: the gateway needs {package}, of the extra `web`: pip install '.[web]' -c constraints.txt")
+
+CUT_SHORT = "ASGI callable returned without completing response."
+"""What uvicorn calls an error where a body is cut on purpose; `web.app` has told why by then."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves until it is told to stop; ends with one clear line if it cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != CUT_SHORT)
     parser = argparse.ArgumentParser(prog="python -m web.gateway", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--server", default="127.0.0.1:50051", metavar="HOST:PORT", help="the gRPC server [%(default)s]"
@@ -43,25 +53,27 @@ async def serve(server: str, listen: str, *, insecure: bool = False) -> None:
 
     insecure: callers may use any name for this machine.  Raises ConfigError if nothing can listen there.
     """
-    host, _, port = listen.rpartition(":")
     config = uvicorn.Config(
         make_app(server, any_host=insecure),
-        host=host.strip("[]"),
-        port=int(port),
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,  # streams last as long as jobs do; their readers resume
     )
-    try:
-        sock = config.bind_socket()
-        sock.listen()  # whoever reads the line below may call
-    except SystemExit:  # what uvicorn ends with where it cannot bind
-        raise ConfigError(f"nothing can listen at {listen}; it may be in use") from None
+    sock = _listening(listen)  # whoever reads the line below may call
     bound_host, bound_port = sock.getsockname()[:2]
     print(f"listening on http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}", flush=True)
     with sock:
         await uvicorn.Server(config).serve(sockets=[sock])
+
+
+def _listening(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family)
+    except OSError as error:
+        raise ConfigError(f"nothing can listen at {listen}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ class MediaIndex:
     longest_ticks: int = 0
     """Longest fragment that the plan has."""
     is_complete: bool = False
-    """Whether there will be no more fragments."""
+    """Whether the stream is whole: every fragment has come."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the index grows."""
 
     def playlist(self) -> str:
-        """An event playlist: it only ever grows, and ends once the media are complete."""
+        """An event playlist: it only ever grows, and ends once the stream is whole."""
         lines = [
             "#EXTM3U",
             "#EXT-X-VERSION:7",
@@ -69,7 +69,6 @@ class MediaIndexes:
         async with index.lock:
             if index.num_events < job.num_events:
                 await self._grow(index, job)
-        index.is_complete = index.is_complete or job.state in ENDED_STATES
         return index
 
     async def _grow(self, index: MediaIndex, job: Job) -> None:

@@ -34,6 +34,7 @@ _OBJECTS: dict[str, type[Any]] = {
 _STATUS: tuple[tuple[type[GenerationError], int], ...] = (
     (errors.InvalidRequestError, 400),
     (errors.JobNotFoundError, 404),
+    (errors.ArtifactNotFoundError, 404),
     (errors.UnsupportedError, 409),
     (errors.JobCancelledError, 409),
     (errors.OverloadedError, 429),
@@ -135,12 +136,19 @@ def _objects(given: dict[str, Any], violations: list[FieldViolation]) -> dict[st
         if (cls := _OBJECTS.get(name)) is None or value is None:
             continue
         try:
-            made[name] = tuple(cls(**item) for item in value) if name == "adapters" else cls(**value)
+            made[name] = [cls(**item) for item in _array(value)] if name == "adapters" else cls(**value)
         except TypeError:
             members = ", ".join(field.name for field in dataclasses.fields(cls))
             shape = f"an array of objects with {members}" if name == "adapters" else f"an object with {members}"
             violations.append(FieldViolation(name, f"{name} is {made.pop(name)!r:.80}; it must be {shape}"))
     return made
+
+
+def _array(value: Any) -> list[Any]:
+    """Raises TypeError for what is no JSON array."""
+    if not isinstance(value, list):
+        raise TypeError(value)
+    return value
 
 
 def to_json(value: Any) -> str:
@@ -153,13 +161,21 @@ def server_sent_event(event: Event) -> bytes:
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     if not isinstance(event, Preview):
         fields.pop("data", None)
-    return sse_message(_event_name(event), to_json(fields), event.seq)
+    return sse_message(event_name(event), to_json(fields), event.seq)
 
 
 def sse_message(name: str, data: str, number: int | None = None) -> bytes:
     """One message of an event stream; `data` is a single line."""
     head = f"event: {name}\n" if number is None else f"id: {number}\nevent: {name}\n"
     return f"{head}data: {data}\n\n".encode()
+
+
+def event_number(name: str, text: str) -> int:
+    """The number of an event that a text states. Raises InvalidRequestError, which calls it by that name."""
+    if not re.fullmatch("[0-9]{1,18}", text):  # no job has so many events, and the service takes no larger numbers
+        rule = "it must be an event's number of at most 18 digits"
+        raise invalid_request([FieldViolation(name, f"{name} is {text[:80]!a}; {rule}")])
+    return int(text)
 
 
 def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
@@ -183,7 +199,7 @@ def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, stop
 
 
-def _event_name(event: Event) -> str:
+def event_name(event: Event) -> str:
     """The class in snake case, e.g. "phase_change"."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
 

@@ -7,8 +7,15 @@ import base64
 import http.client
 import io
 import json
+import re
+import shlex
+import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import av
@@ -19,6 +26,7 @@ from h3stream.errors import OverloadedError
 from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from tests.web_service import LiveService, make_media, running_gateway, serve_live
 
+GUIDE = (Path(__file__).parents[3] / "docs" / "web.md").read_text()
 CLIP = {"prompt": "a fox", "num_frames": 39, "width": 64, "height": 64}
 
 
@@ -68,6 +76,39 @@ def messages(data: bytes) -> list[dict[str, Any]]:
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     while not await condition():
         await asyncio.sleep(0.02)
+
+
+@dataclass
+class LoggedGateway:
+    """A gateway whose log is read once it has stopped."""
+
+    http_call: Http
+    log: str = ""
+
+
+@asynccontextmanager
+async def logged_gateway(server: str) -> AsyncIterator[LoggedGateway]:
+    """A gateway in front of a server, told to stop at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "web.gateway", "--server", server, "--listen", "127.0.0.1:0",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    address = (await process.stdout.readline()).decode().strip().removeprefix("listening on http://")
+    gateway = LoggedGateway(Http(address))
+    try:
+        yield gateway
+    finally:
+        process.terminate()
+        gateway.log = (await process.communicate())[1].decode()
+    assert process.returncode == 0, gateway.log
+
+
+async def cut_short(reading: Awaitable[Any]) -> bytes:
+    """What has come of a body whose transfer is not complete."""
+    with pytest.raises(http.client.IncompleteRead) as cut:
+        await reading
+    return cut.value.partial
 
 
 @pytest.fixture
@@ -121,7 +162,11 @@ async def test_events_resume_after_the_last_one_seen(http_call: Http) -> None:
     end = len(whole) - 2
     after_all = messages((await http_call("GET", f"/api/jobs/{job_id}/events?last_event_id={end}"))[2])
     assert [message["event"] for message in after_all] == ["ended"]
-    assert (await http_call("GET", f"/api/jobs/{job_id}/events?last_event_id=9999"))[0] == 400
+    for wrong in ("9999", "9" * 5000, "-1", "four"):
+        status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/events?last_event_id={wrong}")
+        assert (status, answer["error"]["violations"][0]["field"]) == (400, "last_event_id"), wrong
+        status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/events", Last_Event_ID=wrong)
+        assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST"), wrong
 
 
 async def test_a_cancelled_job_tells_how_it_ended(http_call: Http, service: LiveService) -> None:
@@ -139,8 +184,51 @@ async def test_a_cancelled_job_tells_how_it_ended(http_call: Http, service: Live
     assert last["event"] == "ended"
     assert last["data"]["state"] == "cancelled"
     assert last["data"]["error"]["reason"] == "JOB_CANCELLED"
-    assert make_media(39, 64, 64).stream.startswith((await playing)[2])
+    there_is = await cut_short(playing)
+    assert make_media(39, 64, 64).stream.startswith(there_is)
     assert service.num_attached == 0
+    # So for all who come later, but for those who ask for a part.
+    assert await cut_short(http_call("GET", f"/api/jobs/{job_id}/stream.mp4")) == there_is
+    status, headers, data = await http_call("GET", f"/api/jobs/{job_id}/stream.mp4?partial=true")
+    assert (status, headers["Content-Disposition"], data) == (200, 'inline; filename="partial.mp4"', there_is)
+    status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/stream.mp4?partial=yes")
+    assert (status, answer["error"]["violations"][0]["field"]) == (400, "partial")
+
+
+async def test_a_stream_ends_where_it_is_whole(http_call: Http, service: LiveService) -> None:
+    service.refine_steps_allowed = 0
+    job_id = await http_call.create(refine_audio={})
+    assert (await http_call("GET", f"/api/jobs/{job_id}/stream.mp4"))[2] == make_media(39, 64, 64).stream
+    assert service.jobs[job_id].state == "running"
+    assert (await http_call("GET", f"/api/jobs/{job_id}/hls/index.m3u8"))[2].endswith(b"#EXT-X-ENDLIST\n")
+    await http_call("DELETE", f"/api/jobs/{job_id}")  # which leaves the clip
+    assert (await http_call("GET", f"/api/jobs/{job_id}/stream.mp4"))[2] == make_media(39, 64, 64).stream
+    assert (await http_call("GET", f"/api/jobs/{job_id}/hls/index.m3u8"))[0] == 200
+
+
+async def test_a_clip_whose_stream_failed_has_no_whole_stream(http_call: Http, service: LiveService) -> None:
+    service.has_stream = False
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    assert service.jobs[job_id].state == "succeeded"
+    assert await cut_short(http_call("GET", f"/api/jobs/{job_id}/stream.mp4")) == b""
+    assert (await http_call("GET", f"/api/jobs/{job_id}/stream.mp4?partial=true"))[0] == 200
+    assert (await http_call("GET", f"/api/jobs/{job_id}/hls/index.m3u8"))[0] == 410
+
+
+async def test_the_playlist_of_a_clip_that_will_not_be_whole_is_gone(http_call: Http, service: LiveService) -> None:
+    service.allow(2)
+    job_id = await http_call.create(num_frames=56)
+    path = f"/api/jobs/{job_id}/hls/index.m3u8"
+
+    async def has_a_fragment() -> bool:
+        return b"#EXTINF" in (await http_call("GET", path))[2]
+
+    await until(has_a_fragment)
+    await http_call("DELETE", f"/api/jobs/{job_id}")
+    status, answer = await http_call.json("GET", path)
+    assert (status, answer["error"]["reason"], answer["error"]["job_id"]) == (410, "STREAM_INCOMPLETE", job_id)
+    assert "cancelled" in answer["error"]["message"]
 
 
 async def test_a_reader_that_goes_is_let_go(http_call: Http, service: LiveService) -> None:
@@ -213,10 +301,23 @@ async def test_artifacts_are_sent_whole_and_in_part(http_call: Http) -> None:
     status, head, data = await http_call("HEAD", path)
     assert (status, head["Content-Length"], data) == (200, str(size), b"")
     status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/nothing.mp4")
-    assert status == 404
+    assert (status, answer["error"]["reason"], answer["error"]["job_id"]) == (404, "ARTIFACT_NOT_FOUND", job_id)
+    assert answer["error"]["message"].endswith("it has final.mp4, stream.mp4, latents.safetensors")
     status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/audio.flac")
-    assert status == 410
+    assert (status, answer["error"]["reason"], answer["error"]["job_id"]) == (410, "ARTIFACT_REMOVED", job_id)
     assert "older than 7 days" in answer["error"]["message"]
+
+
+async def test_media_that_an_event_has_not_are_told_apart_from_an_unknown_job(http_call: Http) -> None:
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    for seq, told in ((0, "event 0 (accepted) of job job-0 has no media"), (9999, "has not come yet; there are")):
+        status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/media/{seq}.mp4")
+        assert (status, answer["error"]["reason"]) == (404, "ARTIFACT_NOT_FOUND")
+        assert told in answer["error"]["message"]
+    for wrong in ("9" * 5000, "1.5", "first"):
+        status, answer = await http_call.json("GET", f"/api/jobs/{job_id}/media/{wrong}.mp4")
+        assert (status, answer["error"]["violations"][0]["field"]) == (400, "SEQ"), wrong
 
 
 @pytest.mark.parametrize(
@@ -228,6 +329,8 @@ async def test_artifacts_are_sent_whole_and_in_part(http_call: Http) -> None:
         ({"prompt": 5, "steps": "four"}, {"prompt", "steps"}),
         ({"prompt": "a", "fps": 24, "cancel_on_disconnect": True}, {"fps", "cancel_on_disconnect"}),
         ({"prompt": "a", "adapters": "turbo"}, {"adapters"}),
+        ({"prompt": "a", "adapters": {}}, {"adapters"}),
+        (b'{"prompt": "a", "\\ud800": 1}', {"\ud800"}),
         ({"prompt": "a", "adapters": [{"title": "turbo"}], "preview": 3}, {"adapters", "preview"}),
         ({"prompt": "a", "num_frames": 40}, {"num_frames"}),
     ],
@@ -262,10 +365,83 @@ async def test_other_sites_reach_nothing(http_call: Http) -> None:
     assert (await http_call("GET", "/../wire.py"))[0] == 404
 
 
+async def test_the_table_of_the_gateway_s_own_reasons_is_the_truth(http_call: Http, service: LiveService) -> None:
+    service.has_stream = False
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    job = f"/api/jobs/{job_id}"
+    answers = [
+        await http_call.json("GET", "/api/nothing"),
+        await http_call.json("PUT", job),
+        await http_call.json("GET", f"{job}/artifacts/audio.flac"),
+        await http_call.json("GET", f"{job}/hls/index.m3u8"),
+        await http_call.json("POST", "/api/jobs", b" " * 1_100_000),
+        await http_call.json("POST", "/api/jobs", CLIP, Content_Type="text/plain"),
+        await http_call.json("GET", "/api/info", Host="evil.example"),
+    ]
+    service.has_stream = True
+    job_id = await http_call.create()
+    await http_call("GET", f"/api/jobs/{job_id}/events")
+    answers.append(await http_call.json("GET", f"/api/jobs/{job_id}/artifacts/final.mp4", Range="bytes=999999999-"))
+    rows = re.findall(r"^\| (\d{3}) \| `([A-Z_]+)` \|", GUIDE, re.MULTILINE)
+    assert [(int(status), reason) for status, reason in rows] == sorted(
+        (status, answer["error"]["reason"]) for status, answer in answers
+    )
+
+
+async def test_the_guide_s_calls_work(http_call: Http, service: LiveService) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    job_id = await http_call.create()
+    commands = re.findall(r"^curl .*$", GUIDE, re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        words = shlex.split(command.partition(" | ")[0].replace("JOB", job_id))
+        words[1:1] = ["--fail", "--max-time", "30"]
+        words = [word.replace("127.0.0.1:8080", http_call.address) for word in words]
+        process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        said, _ = await process.communicate()
+        assert process.returncode == 0, (command, said)
+        assert said, command
+        while service.jobs[job_id].state == "running":
+            await asyncio.sleep(0.01)
+
+
 async def test_a_server_that_is_away_is_told() -> None:
     async with running_gateway("127.0.0.1:1") as gateway:
         status, answer = await Http(gateway).json("GET", "/api/info")
     assert (status, answer["error"]["reason"]) == (503, "NOT_READY")
+
+
+async def test_a_server_that_dies_cuts_its_streams_without_an_alarm(service: LiveService) -> None:
+    service.allow(1)
+    async with (
+        AsyncExitStack() as server,
+        logged_gateway(await server.enter_async_context(serve_live(service))) as gateway,
+    ):
+        job_id = await gateway.http_call.create()
+        paths = ("stream.mp4", "events")
+        reading = [asyncio.create_task(gateway.http_call("GET", f"/api/jobs/{job_id}/{path}")) for path in paths]
+        while service.num_attached < 2:
+            await asyncio.sleep(0.01)
+        await server.aclose()
+        for each in reading:
+            await cut_short(each)
+    assert gateway.log.count("a response is cut short") == 2
+    assert "ERROR" not in gateway.log
+
+
+async def test_a_caller_that_goes_in_the_middle_of_its_body_is_no_alarm(service: LiveService) -> None:
+    async with serve_live(service) as address, logged_gateway(address) as gateway:
+        host, _, port = gateway.http_call.address.rpartition(":")
+        head = "POST /api/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}Content-Length: 100\r\nExpect: 100-continue\r\n\r\n".encode())
+            assert (await asyncio.to_thread(connection.recv, 100)).startswith(b"HTTP/1.1 100")  # it waits for the body
+            connection.sendall(b'{"prompt": ')
+        assert (await gateway.http_call("GET", "/api/info"))[0] == 200
+    assert "ERROR" not in gateway.log
+    assert "Traceback" not in gateway.log
 
 
 async def test_a_taken_port_is_told_in_one_line(http_call: Http) -> None:
@@ -274,29 +450,30 @@ async def test_a_taken_port_is_told_in_one_line(http_call: Http) -> None:
     )
     _, said = await process.communicate()
     assert process.returncode == 1
-    assert said.decode().splitlines()[-1] == (f"h3stream: nothing can listen at {http_call.address}; it may be in use")
-    assert b"Traceback" not in said
+    (line,) = said.decode().splitlines()
+    assert line.startswith(f"h3stream: nothing can listen at {http_call.address}: Address already in use")
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+async def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    run = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_module('web.gateway', run_name='__main__')"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", run, stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    (line,) = said.decode().splitlines()
+    assert line.startswith(f"h3stream: the gateway needs {missing}, of the extra `web`: pip install ")
 
 
 async def test_it_stops_at_once_though_streams_are_open(service: LiveService) -> None:
     service.allow(1)
-    async with serve_live(service) as address:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "web.gateway", "--server", address, "--listen", "127.0.0.1:0",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout is not None
-        http_call = Http((await process.stdout.readline()).decode().strip().removeprefix("listening on http://"))
-        job_id = await http_call.create()
-        connection = http.client.HTTPConnection(http_call.address)
+    async with serve_live(service) as address, logged_gateway(address) as gateway:
+        job_id = await gateway.http_call.create()
+        connection = http.client.HTTPConnection(gateway.http_call.address)
         connection.request("GET", f"/api/jobs/{job_id}/events")
         while not service.num_attached:
             await asyncio.sleep(0.01)
-        process.terminate()
-        _, said = await process.communicate()
-        connection.close()
-    assert process.returncode == 0, said
-    assert b"Traceback" not in said, said.decode()
+    connection.close()
+    assert "Traceback" not in gateway.log
 
 
 async def test_beyond_loopback_only_when_told_so() -> None:

@@ -64,6 +64,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
 
 
 def test_the_table_of_statuses_is_the_truth() -> None:
+    assert http_status(errors.ArtifactNotFoundError("")) == 404
     rows = dict.fromkeys(errors.GenerationError.__subclasses__(), 500)
     for status, names in re.findall(r"^\| (\d{3}) \| ((?:`\w+`(?:, )?)+) \|$", GUIDE, re.MULTILINE):
         rows |= dict.fromkeys((getattr(errors, name) for name in re.findall(r"\w+", names)), int(status))
@@ -79,6 +80,6 @@ def test_the_table_of_calls_is_the_apps() -> None:
         for method in getattr(route, "methods", None) or ()
         if method != "HEAD"
     }
-    names = {"JOB": "{job_id}", "SEQ": "{seq:int}", "NAME": "{name}"}
+    names = {"JOB": "{job_id}", "SEQ": "{seq}", "NAME": "{name}"}
     rows = re.findall(r"^\| `([A-Z]+) (/\S*)` \|", GUIDE, re.MULTILINE)
     assert {(method, re.sub("JOB|SEQ|NAME", lambda m: names[m[0]], path)) for method, path in rows} == routes
