@@ -80,8 +80,8 @@ class Settings:
     kept_age_s: float = 0.0
     """Seconds that artifacts are kept after their job has ended; 0: as long as the job."""
     kept_bytes: int = 0
-    """Bytes that the artifacts of all finished jobs may take; the oldest are removed first, the newest job's never.
-    0: any number."""
+    """Bytes that the listed artifacts of all finished jobs may take; the oldest are removed first, the newest job's
+    never. Event logs, each as large as its job's stream, do not count: kept_jobs bounds them. 0: any number."""
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
     preview_max_side: int = 256

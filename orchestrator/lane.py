@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
 
 from core.phases import Worker
-from h3stream.errors import GenerationError
+from h3stream.errors import GenerationError, StartupError
 from h3stream.v1 import workers_pb2
 from orchestrator.phases import PhaseSequencer
 from orchestrator.worker_clients import DitClient, TextEncoderClient, VaeClient, WorkerClient
@@ -37,6 +38,7 @@ class Lane:
     def __init__(self, host: LaneHost) -> None:
         self._host = host
         self._clients: dict[Worker, WorkerClient] = {}
+        self._described: dict[Worker, workers_pb2.DescribeResponse] = {}
 
     async def start(self) -> None:
         """Starts the workers and connects to them. Raises StartupError."""
@@ -46,10 +48,28 @@ class Lane:
         self.vae = VaeClient(addresses[Worker.VAE])
         self._clients = {c.worker: c for c in (self.text_encoder, self.dit, self.vae)}
         self.device = PhaseSequencer(self._clients)
+        try:
+            await self.describe()
+        except GenerationError as error:
+            raise StartupError(f"a worker is gone as soon as it has started: {error.message}") from error
 
     async def describe(self) -> list[workers_pb2.DescribeResponse]:
-        """What each worker is and what it holds."""
-        return [await client.describe() for client in self._clients.values()]
+        """What each worker is and what it holds. Raises a GenerationError if one does not answer."""
+        await _all_of(self._describe(client) for client in self._clients.values())
+        return self.last_descriptions()
+
+    async def describe_those_that_answer(self) -> list[workers_pb2.DescribeResponse]:
+        """What each worker is and what it holds, of one that does not answer as it said last.
+
+        What a worker is made of stays the same from its start; what may be old is what it held at most.
+        """
+        with suppress(GenerationError):
+            await self.describe()
+        return self.last_descriptions()
+
+    def last_descriptions(self) -> list[workers_pb2.DescribeResponse]:
+        """What each worker said last."""
+        return [self._described[worker] for worker in self._clients]
 
     async def is_alive(self) -> bool:
         """Whether every worker answers."""
@@ -62,11 +82,11 @@ class Lane:
     async def clear(self, session_id: str) -> None:
         """Frees everything a session held, and the device. Returns once the lane is ready for the next job.
 
-        The workers answer behind whatever they are doing, so this waits for one forward or one decode at most. Raises
-        a GenerationError if a worker cannot be cleared or is gone; the lane must then be restarted.
+        The workers answer behind whatever they are doing, so this waits for one forward or one decode at most. Each is
+        asked whatever becomes of the others. Raises a GenerationError if a worker cannot be cleared or is gone; the
+        lane must then be restarted.
         """
-        await self.dit.close_session(session_id)
-        await self.vae.close_session(session_id)
+        await _all_of((self.dit.close_session(session_id), self.vae.close_session(session_id)))
         await self.device.grant(None)
         await self.describe()  # a worker that held nothing is missed here, or by every job to come
 
@@ -80,3 +100,13 @@ class Lane:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients = {}
         await self._host.stop()
+
+    async def _describe(self, client: WorkerClient) -> None:
+        self._described[client.worker] = await client.describe()
+
+
+async def _all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Awaits all calls, then raises what the first of those that failed raised."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if outcome is not None:
+            raise outcome

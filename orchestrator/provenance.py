@@ -7,10 +7,8 @@ the fields as they are in the contract.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -22,11 +20,12 @@ from google.protobuf.message import Message
 from core.artifacts import ARTIFACTS, PROVENANCE, SERVER_ARTIFACTS, TIMELINE
 from core.refine import refine_sigmas
 from core.schedule import dense_sigmas, shifted_sigmas
-from h3stream.errors import GenerationError, PhaseError
+from h3stream.errors import PhaseError
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, video_pb2, workers_pb2
 from orchestrator.job import Job
 from orchestrator.latents import to_its_end
+from services.common.files import write_whole
 
 FORMAT = "h3stream-provenance-1"
 
@@ -58,37 +57,24 @@ class Record:
     """Where the KV cache really lived; empty where there was none."""
     refinement: RefineReport | None = None
     """Of a clip whose sound is refined."""
-    workers: Sequence[workers_pb2.DescribeResponse] = ()
-    """Those that worked on it, as they described themselves last."""
 
 
 async def write_record(
-    job: Job,
-    describe: Callable[[], Awaitable[Sequence[workers_pb2.DescribeResponse]]],
-    completed: video_pb2.Completed,
-    record: Record,
+    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
 ) -> None:
     """Writes how the job's clip came to be beside it, in place of what was written before; one that cannot be written
     is told.
 
-    describe: asks the workers; what they said before is taken where one does not answer any more.
-    completed: with the figures so far.
+    workers: those that worked on it, as they describe themselves.  completed: with the figures so far.
     """
 
     names = [name for name in SERVER_ARTIFACTS if name in job.plan.artifacts]
     timeline = timeline_of(job)
     warnings = []
-    if PROVENANCE in names:
-        try:
-            record.workers = await describe()
-        except GenerationError as error:
-            if not record.workers:
-                names.remove(PROVENANCE)
-                warnings.append(given_up(PROVENANCE, error.message))
 
     def write_all() -> None:
         for name in names:
-            content = timeline if name == TIMELINE else provenance_of(job, completed, record)
+            content = timeline if name == TIMELINE else provenance_of(job, workers, completed, record)
             try:
                 job.keep(write_json(job.directory, name, content))
             except PhaseError as error:
@@ -104,7 +90,9 @@ def given_up(name: str, message: str) -> video_pb2.Warning:
     return video_pb2.Warning(reason="ARTIFACT_FAILED", message=f"artifact {name} was given up: {message}")
 
 
-def provenance_of(job: Job, completed: video_pb2.Completed, record: Record) -> dict[str, Any]:
+def provenance_of(
+    job: Job, workers: Sequence[workers_pb2.DescribeResponse], completed: video_pb2.Completed, record: Record
+) -> dict[str, Any]:
     """What `provenance.json` holds; its arguments are those of `write_record`."""
     artifacts = [artifact for artifact in job.artifacts if artifact.name != PROVENANCE]
     result = {**as_json(completed), "artifacts": [as_json(artifact) for artifact in artifacts]}
@@ -139,7 +127,7 @@ def provenance_of(job: Job, completed: video_pb2.Completed, record: Record) -> d
                     if adapter.name in adapters or (adapter.is_streaming and is_streamed)
                 ],
             }
-            for worker in record.workers
+            for worker in workers
         },
         "warnings": [as_json(warning) for warning in job.warnings],
         "refinement": None if record.refinement is None else refinement_of(job, record.refinement),
@@ -175,20 +163,14 @@ def as_json(message: Message) -> dict[str, Any]:
 def write_json(directory: Path, name: str, content: dict[str, Any]) -> types_pb2.Artifact:
     """Writes an artifact, which appears once it is whole. Raises PhaseError if it cannot be written."""
     data = json.dumps(content, indent=1, ensure_ascii=False).encode()
-    part = directory / f".{name}.part"
     try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, directory / name)
+        size_bytes, sha256 = write_whole(directory / name, data)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise PhaseError(f"{name} cannot be written: {error.strerror}") from error
     return types_pb2.Artifact(
         name=name,
         relative_path=name,
         media_type=ARTIFACTS[name],
-        size_bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
+        size_bytes=size_bytes,
+        sha256=sha256,
     )

@@ -55,7 +55,8 @@ async def run_refinement(job: Job, lane: Lane, *, clock: Callable[[], float] = t
         audio_health=report.audio.audio_health,
         timings=output.timings(),
     )
-    await write_record(job, lane.describe, completed, Record(refinement=report))
+    workers = await lane.describe_those_that_answer()
+    await write_record(job, workers, completed, Record(refinement=report))
     completed.artifacts.extend(job.artifacts)
     job.emit(completed)
 

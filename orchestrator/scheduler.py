@@ -77,7 +77,7 @@ class Scheduler:
         shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier run was interrupted in
         self._shelf.adopt()
         await asyncio.gather(*(lane.start() for lane in self._lanes))
-        self.workers = await self._lanes[0].describe()
+        self.workers = self._lanes[0].last_descriptions()
         self._tasks = [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
         self._tasks.append(asyncio.create_task(self._tick()))
         self._refusal = None
@@ -198,6 +198,7 @@ class Scheduler:
             self._end(job, _outcome(session, job))
             if not is_clear:
                 await _restart(lane)
+                self._shelf.sweep(job)  # what workers that were not cleared left while they lived
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
         job.end(error)

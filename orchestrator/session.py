@@ -71,11 +71,11 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
         latents_sha256=output.latents_hash.hexdigest(), audio_health=finished.audio_health, timings=output.timings()
     )
     record = Record("" if job.clip.mode == "dense" else KvStorage.Name(opened.kv_storage))
-    await write_record(job, lane.describe, completed, record)
+    await write_record(job, await lane.describe_those_that_answer(), completed, record)
     if job.plan.HasField("refine_audio"):
         record.refinement = await _refine_the_rest(job, lane, embedding, clock)
         completed.timings.CopyFrom(output.timings())
-        await write_record(job, lane.describe, completed, record)
+        await write_record(job, await lane.describe_those_that_answer(), completed, record)
     completed.artifacts.extend(job.artifacts)
     job.emit(completed)
 

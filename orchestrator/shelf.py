@@ -13,6 +13,7 @@ from pathlib import Path
 
 from h3stream.v1 import video_pb2
 from orchestrator.job import Job
+from services.common.files import remove
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Limits:
     age_s: float = 0.0
     """Seconds that artifacts are kept; 0: for ever."""
     num_bytes: int = 0
-    """Bytes of all artifacts together; 0: any number."""
+    """Bytes of all artifacts together, without the logs, which are as large as the streams; 0: any number."""
 
 
 @dataclass
@@ -60,18 +61,31 @@ class Shelf:
         self._entries: deque[_Entry] = deque()
 
     def adopt(self) -> None:
-        """Takes what an earlier run left, by its time of change. Raises OSError."""
-        found = [_Entry(path, path.stat().st_mtime, _artifact_sizes(path)) for path in self._jobs_directory.iterdir()]
+        """Takes what an earlier run left, by its time of change, and removes what its jobs had in the making.
+
+        Raises OSError.
+        """
+        found = []
+        for directory in self._jobs_directory.iterdir():
+            ended_s = directory.stat().st_mtime  # before anything in it changes
+            for path in directory.glob(".*"):
+                remove(path)
+            found.append(_Entry(directory, ended_s, _artifact_sizes(directory)))
         self._entries.extend(sorted(found, key=lambda entry: entry.ended_s))
 
     def add(self, job: Job) -> None:
-        """Takes a job that has ended, and removes of its directory what is neither its log nor listed: inputs, scratch
-        and what was never completed."""
+        """Takes a job that has ended, and sweeps its directory."""
         sizes = {artifact.name: artifact.size_bytes for artifact in job.artifacts}
-        for path in job.directory.glob("*"):
-            if path.name not in (LOG_NAME, *sizes):
-                _remove(path)
+        self.sweep(job)
         self._entries.append(_Entry(job.directory, self._wall_clock(), sizes, job))
+
+    def sweep(self, job: Job) -> None:
+        """Removes of an ended job's directory what is neither its log nor listed: inputs, scratch and what was never
+        completed."""
+        kept = {LOG_NAME, *(artifact.name for artifact in job.artifacts)}
+        for path in job.directory.glob("*"):
+            if path.name not in kept:
+                remove(path)
 
     def tidy(self) -> None:
         """Removes what is beyond the limits, the oldest first. The newest artifacts are never too large."""
@@ -99,7 +113,7 @@ class Shelf:
             return
         self._record(entry, reason)
         for name in entry.sizes:
-            _remove(entry.directory / name)  # downloads that have begun keep the open file
+            remove(entry.directory / name)  # downloads that have begun keep the open file
         if entry.job is not None:
             for name in entry.sizes:
                 gone = video_pb2.RemovedArtifact(name=name, message=reason)
@@ -121,13 +135,6 @@ class Shelf:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk, which removing makes room on
             log.warning("removed %s, which cannot be recorded (%s): %s", entry.directory.name, error.strerror, reason)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s cannot be removed: %s", path, error)
 
 
 def _artifact_sizes(directory: Path) -> dict[str, int]:

@@ -6,6 +6,7 @@ Tensors pass through in parts, as they arrive or as a file has them: the orchest
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from h3stream.request import ClipSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.rpc import connect
+
+log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 10.0
 """A worker answers this at once, whatever it computes; one that does not is frozen."""
@@ -111,7 +114,9 @@ class WorkerClient:
             # The transport's own answers: nobody is listening any more, or the worker ended the call while it stopped.
             # (A call that we cancel raises CancelledError.)
             if type(error) in (NotReadyError, JobCancelledError):
-                error = WorkerLostError(f"the {self.worker.value} worker is gone: {error.message}")
+                # Callers learn who is gone, the log how it was reached: paths of the server are no caller's business.
+                log.warning("the %s worker is gone: %s", self.worker.value, error.message)
+                error = WorkerLostError(f"the {self.worker.value} worker is gone")
             raise error from rpc_error
 
 

@@ -333,6 +333,7 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         yield message(finished=finished)
 
     async def CloseSession(self, request, context):
+        await self.script.reach("close_vae")
         was_open = request.session_id in self.worker.sessions
         self.worker.sessions.discard(request.session_id)
         return workers_pb2.VaeServiceCloseSessionResponse(was_open=was_open)

@@ -138,6 +138,19 @@ def test_what_an_earlier_run_left_counts(tmp_path: Path, limits: dict[str, Any])
     assert [line["job_id"] for line in made.record()] == ["older"]
 
 
+def test_what_an_earlier_run_had_in_the_making_goes_and_changes_no_age(tmp_path: Path) -> None:
+    directory = tmp_path / "jobs" / "old"
+    directory.mkdir(parents=True)
+    for name in ("clip", "events.log", ".final.mp4.pcm", ".frames.mkv.part"):
+        (directory / name).write_bytes(bytes(10))
+    os.utime(directory, (START_S - 60,) * 2)
+    made = Shelves(tmp_path, age_s=50)
+    made.shelf.adopt()
+    assert made.left() == ["old/clip", "old/events.log"]
+    made.shelf.tidy()
+    assert made.left() == ["old/events.log"], "as old as it was"
+
+
 def test_a_record_that_cannot_be_written_stops_no_removal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "removed.jsonl").symlink_to("/dev/full")
     made = Shelves(tmp_path, num_bytes=1)
