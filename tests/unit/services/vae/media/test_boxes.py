@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import struct
 
-from services.vae.media.boxes import AudioTrack, Packet, Run, VideoTrack, fragment, init_segment
+from services.vae.media.boxes import AudioTrack, Packet, Run, VideoTrack, fragment, init_segment, sound_init_segment
 from services.vae.media.file_muxer import PacketIndex, lay_out
 from tests.tools.check_fmp4 import boxes, child, read_movie
 
@@ -24,6 +24,13 @@ def test_the_init_segment_lists_both_tracks_and_states_the_length() -> None:
     moov = dict(boxes(init_segment(VIDEO, AUDIO)))["moov"]
     assert child(moov, "mvex", "mehd") == struct.pack(">II", 0, 88_800)  # the sound is longer than the pictures
     assert movie.tracks[2].edits == [(88_800, 1024)]  # 29600 samples of 3 ticks, behind the priming
+
+
+def test_an_init_segment_of_sound_alone_lists_one_track_and_states_the_length() -> None:
+    data = sound_init_segment(AUDIO)
+    (track,) = read_movie(data).tracks.values()
+    assert (track.kind, track.timescale, track.codec, track.edits) == ("soun", 32_000, "mp4a.40.2", [(88_800, 1024)])
+    assert child(dict(boxes(data))["moov"], "mvex", "mehd") == struct.pack(">II", 0, 88_800)
 
 
 def test_a_fragment_points_at_the_bytes_of_each_run() -> None:
