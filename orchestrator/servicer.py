@@ -1,10 +1,15 @@
-"""VideoService: decode the request, hand it on, send the job's events."""
+"""VideoService and JobService: decode the request, hand it on, encode the answer.
+
+Streams of VideoService are the edge's, which JobService tells where to read them (`orchestrator/edge.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from typing import Any
+
+from grpc import aio
 
 from core.artifacts import ARTIFACTS, DEFAULT_ARTIFACTS
 from core.geometry import MAX_CANVAS_PIXELS, valid_frame_counts
@@ -19,10 +24,10 @@ from h3stream.codec import (
 )
 from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.request import ClipSpec, GenerateRequest, invalid_request
-from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
+from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings
-from orchestrator.download import find_artifact, read_artifact
+from orchestrator.download import find_artifact
 from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
@@ -30,8 +35,17 @@ from orchestrator.scheduler import Scheduler
 SERVICE_NAME = "h3stream.v1.VideoService"
 
 
-class VideoServicer(video_pb2_grpc.VideoServiceServicer):
-    """The client API over a scheduler."""
+def add_services(
+    server: aio.Server, scheduler: Scheduler, model: ModelInfo, adapters: Sequence[AdapterFacts], settings: Settings
+) -> None:
+    """Adds VideoService and JobService, for the edge, to a server."""
+    servicer: Any = VideoServicer(scheduler, model, adapters, settings)  # type: ignore[abstract] # the rest is the edge's
+    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server)
+    jobs_pb2_grpc.add_JobServiceServicer_to_server(servicer, server)
+
+
+class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServiceServicer):
+    """The client API over a scheduler, but for what the edge does itself."""
 
     def __init__(
         self, scheduler: Scheduler, model: ModelInfo, adapters: Sequence[AdapterFacts], settings: Settings
@@ -42,33 +56,34 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         self._adapters = adapters
         self._settings = settings
 
-    async def Generate(
-        self, request: video_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[video_pb2.GenerateResponse]:
-        prompt, clip, plan = self._admit(request_from_proto(request))
+    async def Submit(self, request: jobs_pb2.SubmitRequest, context: Any) -> AsyncIterator[jobs_pb2.SubmitResponse]:
+        generation = request.generation
+        prompt, clip, plan = self._admit(request_from_proto(generation))
         job = self._scheduler.submit(prompt, clip, plan)
-        job.request = request
+        job.request = generation
         try:
-            async for event in job.log.read():
-                yield video_pb2.GenerateResponse(event=event)
+            yield jobs_pb2.SubmitResponse(place=_log_place(job))
+            if generation.cancel_on_disconnect:
+                await job.ended.wait()
         finally:
-            if request.cancel_on_disconnect:  # an ended job is left as it is
+            if generation.cancel_on_disconnect:  # an ended job is left as it is
                 self._scheduler.request_cancel(job)
 
-    async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
-        refuse_unknown_fields(request)
-        async for event in _events_from(request, self._scheduler.job(request.job_id)):
-            yield video_pb2.AttachResponse(event=event)
+    async def Locate(self, request: jobs_pb2.LocateRequest, context: Any) -> jobs_pb2.LocateResponse:
+        refuse_unknown_fields(request.attachment)
+        job = self._scheduler.job(request.attachment.job_id)
+        _check_start(request.attachment, job)
+        return jobs_pb2.LocateResponse(place=_log_place(job))
 
-    async def DownloadArtifact(
-        self, request: video_pb2.DownloadArtifactRequest, context: Any
-    ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
-        refuse_unknown_fields(request)
-        job = self._scheduler.job(request.job_id)
-        artifact = find_artifact(job, request.name)
-        yield video_pb2.DownloadArtifactResponse(artifact=artifact)
-        async for data in read_artifact(job, artifact, request.offset_bytes):
-            yield video_pb2.DownloadArtifactResponse(data=data)
+    async def Follow(self, request: jobs_pb2.FollowRequest, context: Any) -> AsyncIterator[jobs_pb2.FollowResponse]:
+        async for num_events in self._scheduler.job(request.job_id).log.follow():
+            yield jobs_pb2.FollowResponse(num_events=num_events)
+
+    async def FindArtifact(self, request: jobs_pb2.FindArtifactRequest, context: Any) -> jobs_pb2.FindArtifactResponse:
+        refuse_unknown_fields(request.download)
+        job = self._scheduler.job(request.download.job_id)
+        artifact = find_artifact(job, request.download.name, request.download.offset_bytes)
+        return jobs_pb2.FindArtifactResponse(artifact=artifact, path=str(job.directory / artifact.name))
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         refuse_unknown_fields(request)
@@ -132,8 +147,12 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         return request.prompt, clip, plan
 
 
-def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[video_pb2.Event]:
-    """The events of a job from where the caller wants to start. Raises InvalidRequestError if it has no such place."""
+def _log_place(job: Job) -> jobs_pb2.LogPlace:
+    return jobs_pb2.LogPlace(job_id=job.job_id, path=str(job.log.path), num_events=len(job.log))
+
+
+def _check_start(request: video_pb2.AttachRequest, job: Job) -> None:
+    """Raises InvalidRequestError if a job has no such place to start at."""
     match request.WhichOneof("start"):
         case "from_chunk":
             last = len(job.plan.chunks) - 1
@@ -141,11 +160,9 @@ def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[vi
                 raise _no_start(
                     "from_chunk", f"from_chunk is {request.from_chunk}; the chunks of the job are 0 to {last}"
                 )
-            return job.log.join(request.from_chunk)
         case "live":
             if not request.live:
                 raise _no_start("live", "live is false; it must be true, or left out")
-            return job.log.join()
         case _:
             num_events = len(job.log)
             if request.from_seq > num_events:
@@ -153,7 +170,6 @@ def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[vi
                     "from_seq",
                     f"from_seq is {request.from_seq}; the job has {num_events} events so far, the most it may be",
                 )
-            return job.log.read(request.from_seq)
 
 
 def _no_start(field: str, description: str) -> InvalidRequestError:
