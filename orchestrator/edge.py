@@ -23,7 +23,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from h3stream.errors import JobNotFoundError, StartupError
+from h3stream.codec import refuse_unknown_fields
+from h3stream.errors import FieldViolation, InvalidRequestError, StartupError
+from h3stream.request import invalid_request
+from h3stream.status import is_connection_loss
 from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, video_pb2
 from orchestrator.download import read_artifact
 from orchestrator.replay import Replay
@@ -47,7 +50,7 @@ class Edge:
         """core: address of the server of VideoService, JobService and health that is asked."""
         self._channel = connect(core)
         self._jobs: Any = jobs_pb2_grpc.JobServiceStub(self._channel)
-        self._replays: dict[str, _Followed] = {}
+        self._shared: dict[str, _SharedReplay] = {}
         self._endpoint = RpcEndpoint(tuple(service.full_name for service in SERVICES))
         # Events leave as the bytes that the log holds, so these two have no serializer.
         own: dict[str, Any] = {
@@ -82,25 +85,18 @@ class Edge:
             # Open for as long as the caller is there, for a job that must not go on without.
             submission = self._jobs.Submit(jobs_pb2.SubmitRequest(generation=request))
             try:
-                place = (await submission.read()).place
-                with self._replay(place) as replay:
+                with self._replay((await submission.read()).job_id) as replay:
                     async for record in replay.read():
                         yield record
             finally:
                 submission.cancel()
 
     async def _attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[bytes]:
+        refuse_unknown_fields(request)
         async with _core_errors(context):
-            place = (await self._jobs.Locate(jobs_pb2.LocateRequest(attachment=request))).place
-            with self._replay(place) as replay:
-                match request.WhichOneof("start"):
-                    case "from_chunk":
-                        records = replay.join(request.from_chunk)
-                    case "live":
-                        records = replay.join()
-                    case _:
-                        records = replay.read(request.from_seq)
-                async for record in records:
+            with self._replay(request.job_id) as replay:
+                await replay.begun()
+                async for record in _records_from(request, replay):
                     yield record
 
     async def _download(
@@ -140,35 +136,39 @@ class Edge:
         return grpc.unary_unary_rpc_method_handler(unary)
 
     @contextmanager
-    def _replay(self, place: jobs_pb2.LogPlace) -> Iterator[Replay]:
+    def _replay(self, job_id: str) -> Iterator[Replay]:
         """The events of a job, for one more reader. All readers of a job share what there is to know of it."""
-        followed = self._replays.get(place.job_id)
-        if followed is None:
-            followed = self._replays[place.job_id] = _Followed(place, self._jobs)
-        followed.num_readers += 1
+        shared = self._shared.get(job_id)
+        if shared is None or not shared.is_current():
+            shared = self._shared[job_id] = _SharedReplay(self._jobs.Follow(jobs_pb2.FollowRequest(job_id=job_id)))
+        shared.num_readers += 1
         try:
-            # At least what the core had when it was asked: what is "live" must not depend on who else reads.
-            followed.replay.advance(place.num_events)
-            yield followed.replay
+            yield shared.replay
         finally:
-            followed.num_readers -= 1
-            if not followed.num_readers:
-                del self._replays[place.job_id]
-                followed.close()
+            shared.num_readers -= 1
+            if not shared.num_readers:
+                shared.close()
+                if self._shared.get(job_id) is shared:
+                    del self._shared[job_id]
 
 
-class _Followed:
+class _SharedReplay:
     """A job that somebody reads, and the core's word on how far it is."""
 
-    def __init__(self, place: jobs_pb2.LogPlace, jobs: Any) -> None:
-        """Raises JobNotFoundError if its file is not there any more."""
-        try:
-            self.replay = Replay(Path(place.path))
-        except OSError as error:
-            raise JobNotFoundError(f"the events of job {place.job_id} cannot be read: {error.strerror}") from error
+    def __init__(self, call: Any) -> None:
+        """call: JobService.Follow of the job."""
+        self.replay = Replay()
         self.num_readers = 0
         """Calls that read it now."""
-        self._following = asyncio.create_task(self._follow(jobs.Follow(jobs_pb2.FollowRequest(job_id=place.job_id))))
+        self._is_lost = False  # the core, before the job's end
+        self._following = asyncio.create_task(self._follow(call))
+
+    def is_current(self) -> bool:
+        """Whether one more reader may join.
+
+        Not if its file is gone, which those who read it read on: whether the job is still known is for the core to say.
+        """
+        return not self._is_lost and (self.replay.path is None or self.replay.path.exists())
 
     def close(self) -> None:
         """To be called when the last reader has gone."""
@@ -178,11 +178,40 @@ class _Followed:
     async def _follow(self, call: Any) -> None:
         try:
             async for told in call:
-                self.replay.advance(told.num_events)
+                self.replay.advance(Path(told.path), told.num_events)
         except Exception as error:  # the job's own, or why there is no more to be had: its readers' matter
+            self._is_lost = isinstance(error, aio.AioRpcError) and is_connection_loss(error)
             self.replay.end(error)
         else:
             self.replay.end(None)
+
+
+def _records_from(request: video_pb2.AttachRequest, replay: Replay) -> AsyncIterator[bytes]:
+    """The events of a job from where the caller wants to start. Raises InvalidRequestError if it has no such place."""
+    match request.WhichOneof("start"):
+        case "from_chunk":
+            last = replay.num_chunks - 1
+            if not 0 <= request.from_chunk <= last:
+                raise _no_start(
+                    "from_chunk", f"from_chunk is {request.from_chunk}; the chunks of the job are 0 to {last}"
+                )
+            return replay.join(request.from_chunk)
+        case "live":
+            if not request.live:
+                raise _no_start("live", "live is false; it must be true, or left out")
+            return replay.join()
+        case _:
+            num_events = len(replay)
+            if request.from_seq > num_events:
+                raise _no_start(
+                    "from_seq",
+                    f"from_seq is {request.from_seq}; the job has {num_events} events so far, the most it may be",
+                )
+            return replay.read(request.from_seq)
+
+
+def _no_start(field: str, description: str) -> InvalidRequestError:
+    return invalid_request([FieldViolation(field, description)])
 
 
 @asynccontextmanager

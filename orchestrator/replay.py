@@ -21,11 +21,18 @@ _HEAD_BYTES = 11
 
 
 class Replay:
-    """Events of one job, numbered from 0: each a record, which is a GenerateResponse as much as an AttachResponse."""
+    """Events of one job, numbered from 0: each a record, which is a GenerateResponse as much as an AttachResponse.
 
-    def __init__(self, path: Path) -> None:
-        """path: written by `JobLog`; may be removed once it is open.  Raises OSError if it cannot be opened."""
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    Who reads before anything is known of the job waits for it.
+    """
+
+    num_chunks = 0
+    """Chunks that the job makes."""
+    path: Path | None = None
+    """The file."""
+    _fd = -1
+
+    def __init__(self) -> None:
         self._ends = array("Q")  # end offset of each event in the file
         self._init_seq: int | None = None
         self._keyframe_seqs = array("Q")  # fragments that decoding can start at
@@ -38,11 +45,14 @@ class Replay:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def advance(self, num_events: int) -> None:
-        """Takes note of the events up to this number, which are on disk, and tells the readers.
+    def advance(self, path: Path, num_events: int) -> None:
+        """Takes note of the events up to this number, which are in the file, and tells the readers.
 
-        Raises PhaseError if they cannot be read.
+        path: written by `JobLog`; opened once.  Raises PhaseError if the events cannot be read.
         """
+        if self.path is None:
+            self._fd = _open(path)
+            self.path = path
         while len(self._ends) < num_events:
             start = self._ends[-1] if self._ends else 0
             self._ends.append(start + _record_bytes(self._read(start, _HEAD_BYTES)))
@@ -57,7 +67,15 @@ class Replay:
 
     def close(self) -> None:
         """Closes the file, when the last reader has gone."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    async def begun(self) -> None:
+        """Returns once there is an event; raises why there will be none."""
+        while not self._ends and not self._has_ended:
+            await self._grown.wait()
+        if not self._ends and self._error is not None:
+            raise self._error.with_traceback(None)
 
     async def read(self, from_seq: int = 0) -> AsyncIterator[bytes]:
         """Yields the events from `from_seq` on, waiting for more until the job ends; raises the job's error, if any."""
@@ -80,6 +98,7 @@ class Replay:
         None takes the latest keyframe there is, or waits for one. Where the media end before that, what follows them
         is yielded.
         """
+        await self.begun()
         latest = max(len(self._keyframe_seqs) - 1, 0)
         yield self._record(0)
         told_init = False
@@ -109,8 +128,10 @@ class Replay:
             raise PhaseError(f"the job's events cannot be read: {error.strerror}") from error
 
     def _note(self, event: video_pb2.Event) -> None:
-        """Remembers where players can start: a few numbers for each keyframe."""
+        """Remembers where callers can start: a few numbers for each keyframe."""
         match event.WhichOneof("payload"):
+            case "accepted":
+                self.num_chunks = len(event.accepted.plan.chunks)
             case "init_segment":
                 self._init_seq = event.seq
             case "fragment" if event.fragment.is_keyframe:
@@ -122,6 +143,13 @@ class Replay:
     def _tell(self) -> None:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise PhaseError(f"the job's events cannot be read: {error.strerror}") from error
 
 
 def _record_bytes(head: bytes) -> int:

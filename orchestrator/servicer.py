@@ -22,13 +22,11 @@ from h3stream.codec import (
     refuse_unknown_fields,
     request_from_proto,
 )
-from h3stream.errors import FieldViolation, InvalidRequestError
-from h3stream.request import ClipSpec, GenerateRequest, invalid_request
+from h3stream.request import ClipSpec, GenerateRequest
 from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve
 from orchestrator.config import Settings
 from orchestrator.download import find_artifact
-from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
 
@@ -62,22 +60,17 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
         job = self._scheduler.submit(prompt, clip, plan)
         job.request = generation
         try:
-            yield jobs_pb2.SubmitResponse(place=_log_place(job))
+            yield jobs_pb2.SubmitResponse(job_id=job.job_id)
             if generation.cancel_on_disconnect:
                 await job.ended.wait()
         finally:
             if generation.cancel_on_disconnect:  # an ended job is left as it is
                 self._scheduler.request_cancel(job)
 
-    async def Locate(self, request: jobs_pb2.LocateRequest, context: Any) -> jobs_pb2.LocateResponse:
-        refuse_unknown_fields(request.attachment)
-        job = self._scheduler.job(request.attachment.job_id)
-        _check_start(request.attachment, job)
-        return jobs_pb2.LocateResponse(place=_log_place(job))
-
     async def Follow(self, request: jobs_pb2.FollowRequest, context: Any) -> AsyncIterator[jobs_pb2.FollowResponse]:
-        async for num_events in self._scheduler.job(request.job_id).log.follow():
-            yield jobs_pb2.FollowResponse(num_events=num_events)
+        job_log = self._scheduler.job(request.job_id).log
+        async for num_events in job_log.follow():
+            yield jobs_pb2.FollowResponse(path=str(job_log.path), num_events=num_events)
 
     async def FindArtifact(self, request: jobs_pb2.FindArtifactRequest, context: Any) -> jobs_pb2.FindArtifactResponse:
         refuse_unknown_fields(request.download)
@@ -145,35 +138,6 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
         preview = self._settings.preview if request.preview is None else request.preview
         plan = make_plan(clip, self._model, self._adapters, self._settings.video_bit_rate, request.artifacts, preview)
         return request.prompt, clip, plan
-
-
-def _log_place(job: Job) -> jobs_pb2.LogPlace:
-    return jobs_pb2.LogPlace(job_id=job.job_id, path=str(job.log.path), num_events=len(job.log))
-
-
-def _check_start(request: video_pb2.AttachRequest, job: Job) -> None:
-    """Raises InvalidRequestError if a job has no such place to start at."""
-    match request.WhichOneof("start"):
-        case "from_chunk":
-            last = len(job.plan.chunks) - 1
-            if not 0 <= request.from_chunk <= last:
-                raise _no_start(
-                    "from_chunk", f"from_chunk is {request.from_chunk}; the chunks of the job are 0 to {last}"
-                )
-        case "live":
-            if not request.live:
-                raise _no_start("live", "live is false; it must be true, or left out")
-        case _:
-            num_events = len(job.log)
-            if request.from_seq > num_events:
-                raise _no_start(
-                    "from_seq",
-                    f"from_seq is {request.from_seq}; the job has {num_events} events so far, the most it may be",
-                )
-
-
-def _no_start(field: str, description: str) -> InvalidRequestError:
-    return invalid_request([FieldViolation(field, description)])
 
 
 def _header_info(adapter: AdapterFacts) -> types_pb2.AdapterInfo:

@@ -26,31 +26,25 @@ from h3stream.v1 import types_pb2 as h3stream_dot_v1_dot_types__pb2
 from h3stream.v1 import video_pb2 as h3stream_dot_v1_dot_video__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16h3stream/v1/jobs.proto\x12\x0bh3stream.v1\x1a\x17h3stream/v1/types.proto\x1a\x17h3stream/v1/video.proto\"<\n\x08LogPlace\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x12\n\nnum_events\x18\x03 \x01(\x04\"A\n\rSubmitRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.h3stream.v1.GenerateRequest\"6\n\x0eSubmitResponse\x12$\n\x05place\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.LogPlace\"?\n\rLocateRequest\x12.\n\nattachment\x18\x01 \x01(\x0b\x32\x1a.h3stream.v1.AttachRequest\"6\n\x0eLocateResponse\x12$\n\x05place\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.LogPlace\"\x1f\n\rFollowRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"$\n\x0e\x46ollowResponse\x12\x12\n\nnum_events\x18\x01 \x01(\x04\"M\n\x13\x46indArtifactRequest\x12\x36\n\x08\x64ownload\x18\x01 \x01(\x0b\x32$.h3stream.v1.DownloadArtifactRequest\"M\n\x14\x46indArtifactResponse\x12\'\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.Artifact\x12\x0c\n\x04path\x18\x02 \x01(\t2\xae\x02\n\nJobService\x12\x43\n\x06Submit\x12\x1a.h3stream.v1.SubmitRequest\x1a\x1b.h3stream.v1.SubmitResponse0\x01\x12\x41\n\x06Locate\x12\x1a.h3stream.v1.LocateRequest\x1a\x1b.h3stream.v1.LocateResponse\x12\x43\n\x06\x46ollow\x12\x1a.h3stream.v1.FollowRequest\x1a\x1b.h3stream.v1.FollowResponse0\x01\x12S\n\x0c\x46indArtifact\x12 .h3stream.v1.FindArtifactRequest\x1a!.h3stream.v1.FindArtifactResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16h3stream/v1/jobs.proto\x12\x0bh3stream.v1\x1a\x17h3stream/v1/types.proto\x1a\x17h3stream/v1/video.proto\"A\n\rSubmitRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.h3stream.v1.GenerateRequest\" \n\x0eSubmitResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\x1f\n\rFollowRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"2\n\x0e\x46ollowResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nnum_events\x18\x02 \x01(\x04\"M\n\x13\x46indArtifactRequest\x12\x36\n\x08\x64ownload\x18\x01 \x01(\x0b\x32$.h3stream.v1.DownloadArtifactRequest\"M\n\x14\x46indArtifactResponse\x12\'\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.Artifact\x12\x0c\n\x04path\x18\x02 \x01(\t2\xeb\x01\n\nJobService\x12\x43\n\x06Submit\x12\x1a.h3stream.v1.SubmitRequest\x1a\x1b.h3stream.v1.SubmitResponse0\x01\x12\x43\n\x06\x46ollow\x12\x1a.h3stream.v1.FollowRequest\x1a\x1b.h3stream.v1.FollowResponse0\x01\x12S\n\x0c\x46indArtifact\x12 .h3stream.v1.FindArtifactRequest\x1a!.h3stream.v1.FindArtifactResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'h3stream.v1.jobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPLACE']._serialized_start=89
-  _globals['_LOGPLACE']._serialized_end=149
-  _globals['_SUBMITREQUEST']._serialized_start=151
-  _globals['_SUBMITREQUEST']._serialized_end=216
-  _globals['_SUBMITRESPONSE']._serialized_start=218
-  _globals['_SUBMITRESPONSE']._serialized_end=272
-  _globals['_LOCATEREQUEST']._serialized_start=274
-  _globals['_LOCATEREQUEST']._serialized_end=337
-  _globals['_LOCATERESPONSE']._serialized_start=339
-  _globals['_LOCATERESPONSE']._serialized_end=393
-  _globals['_FOLLOWREQUEST']._serialized_start=395
-  _globals['_FOLLOWREQUEST']._serialized_end=426
-  _globals['_FOLLOWRESPONSE']._serialized_start=428
-  _globals['_FOLLOWRESPONSE']._serialized_end=464
-  _globals['_FINDARTIFACTREQUEST']._serialized_start=466
-  _globals['_FINDARTIFACTREQUEST']._serialized_end=543
-  _globals['_FINDARTIFACTRESPONSE']._serialized_start=545
-  _globals['_FINDARTIFACTRESPONSE']._serialized_end=622
-  _globals['_JOBSERVICE']._serialized_start=625
-  _globals['_JOBSERVICE']._serialized_end=927
+  _globals['_SUBMITREQUEST']._serialized_start=89
+  _globals['_SUBMITREQUEST']._serialized_end=154
+  _globals['_SUBMITRESPONSE']._serialized_start=156
+  _globals['_SUBMITRESPONSE']._serialized_end=188
+  _globals['_FOLLOWREQUEST']._serialized_start=190
+  _globals['_FOLLOWREQUEST']._serialized_end=221
+  _globals['_FOLLOWRESPONSE']._serialized_start=223
+  _globals['_FOLLOWRESPONSE']._serialized_end=273
+  _globals['_FINDARTIFACTREQUEST']._serialized_start=275
+  _globals['_FINDARTIFACTREQUEST']._serialized_end=352
+  _globals['_FINDARTIFACTRESPONSE']._serialized_start=354
+  _globals['_FINDARTIFACTRESPONSE']._serialized_end=431
+  _globals['_JOBSERVICE']._serialized_start=434
+  _globals['_JOBSERVICE']._serialized_end=669
 # @@protoc_insertion_point(module_scope)

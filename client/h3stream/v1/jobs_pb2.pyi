@@ -7,16 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class LogPlace(_message.Message):
-    __slots__ = ("job_id", "path", "num_events")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    path: str
-    num_events: int
-    def __init__(self, job_id: _Optional[str] = ..., path: _Optional[str] = ..., num_events: _Optional[int] = ...) -> None: ...
-
 class SubmitRequest(_message.Message):
     __slots__ = ("generation",)
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -24,22 +14,10 @@ class SubmitRequest(_message.Message):
     def __init__(self, generation: _Optional[_Union[_video_pb2.GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
-    __slots__ = ("place",)
-    PLACE_FIELD_NUMBER: _ClassVar[int]
-    place: LogPlace
-    def __init__(self, place: _Optional[_Union[LogPlace, _Mapping]] = ...) -> None: ...
-
-class LocateRequest(_message.Message):
-    __slots__ = ("attachment",)
-    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
-    attachment: _video_pb2.AttachRequest
-    def __init__(self, attachment: _Optional[_Union[_video_pb2.AttachRequest, _Mapping]] = ...) -> None: ...
-
-class LocateResponse(_message.Message):
-    __slots__ = ("place",)
-    PLACE_FIELD_NUMBER: _ClassVar[int]
-    place: LogPlace
-    def __init__(self, place: _Optional[_Union[LogPlace, _Mapping]] = ...) -> None: ...
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("job_id",)
@@ -48,10 +26,12 @@ class FollowRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("num_events",)
+    __slots__ = ("path", "num_events")
+    PATH_FIELD_NUMBER: _ClassVar[int]
     NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    path: str
     num_events: int
-    def __init__(self, num_events: _Optional[int] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., num_events: _Optional[int] = ...) -> None: ...
 
 class FindArtifactRequest(_message.Message):
     __slots__ = ("download",)

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class JobServiceStub:
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     def __init__(self, channel):
@@ -40,11 +40,6 @@ class JobServiceStub:
                 '/h3stream.v1.JobService/Submit',
                 request_serializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.FromString,
-                _registered_method=True)
-        self.Locate = channel.unary_unary(
-                '/h3stream.v1.JobService/Locate',
-                request_serializer=h3stream_dot_v1_dot_jobs__pb2.LocateRequest.SerializeToString,
-                response_deserializer=h3stream_dot_v1_dot_jobs__pb2.LocateResponse.FromString,
                 _registered_method=True)
         self.Follow = channel.unary_stream(
                 '/h3stream.v1.JobService/Follow',
@@ -59,27 +54,21 @@ class JobServiceStub:
 
 
 class JobServiceServicer:
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     def Submit(self, request, context):
-        """Takes a request as a new job and says where its events are. If the job is to be cancelled when its caller goes, the
-        call lasts as long as the job, and ending it earlier cancels the job.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Locate(self, request, context):
-        """Checks where a caller wants to start, and says where the job's events are.
+        """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
+        and ending it earlier cancels the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """Tells how many events a job has, at once and whenever there are more. Ends as the job does: well, or with its error.
+        """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
+        Ends as the job does: well, or with its error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,11 +89,6 @@ def add_JobServiceServicer_to_server(servicer, server):
                     request_deserializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.SerializeToString,
             ),
-            'Locate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Locate,
-                    request_deserializer=h3stream_dot_v1_dot_jobs__pb2.LocateRequest.FromString,
-                    response_serializer=h3stream_dot_v1_dot_jobs__pb2.LocateResponse.SerializeToString,
-            ),
             'Follow': grpc.unary_stream_rpc_method_handler(
                     servicer.Follow,
                     request_deserializer=h3stream_dot_v1_dot_jobs__pb2.FollowRequest.FromString,
@@ -124,8 +108,8 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService:
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     @staticmethod
@@ -145,33 +129,6 @@ class JobService:
             '/h3stream.v1.JobService/Submit',
             h3stream_dot_v1_dot_jobs__pb2.SubmitRequest.SerializeToString,
             h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Locate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/h3stream.v1.JobService/Locate',
-            h3stream_dot_v1_dot_jobs__pb2.LocateRequest.SerializeToString,
-            h3stream_dot_v1_dot_jobs__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

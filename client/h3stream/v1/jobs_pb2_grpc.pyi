@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class JobServiceStub:
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     @_typing.overload
@@ -36,37 +36,37 @@ class JobServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> JobServiceAsyncStub: ...
     Submit: _grpc.UnaryStreamMultiCallable[_jobs_pb2.SubmitRequest, _jobs_pb2.SubmitResponse]
-    """Takes a request as a new job and says where its events are. If the job is to be cancelled when its caller goes, the
-    call lasts as long as the job, and ending it earlier cancels the job.
+    """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
+    and ending it earlier cancels the job.
     """
-    Locate: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.LocateRequest, _jobs_pb2.LocateResponse]
-    """Checks where a caller wants to start, and says where the job's events are."""
     Follow: _grpc.UnaryStreamMultiCallable[_jobs_pb2.FollowRequest, _jobs_pb2.FollowResponse]
-    """Tells how many events a job has, at once and whenever there are more. Ends as the job does: well, or with its error."""
+    """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
+    Ends as the job does: well, or with its error.
+    """
     FindArtifact: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.FindArtifactRequest, _jobs_pb2.FindArtifactResponse]
     """Checks what a caller wants to download, and says where it is."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Submit: _aio.UnaryStreamMultiCallable[_jobs_pb2.SubmitRequest, _jobs_pb2.SubmitResponse]  # type: ignore[assignment]
-    """Takes a request as a new job and says where its events are. If the job is to be cancelled when its caller goes, the
-    call lasts as long as the job, and ending it earlier cancels the job.
+    """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
+    and ending it earlier cancels the job.
     """
-    Locate: _aio.UnaryUnaryMultiCallable[_jobs_pb2.LocateRequest, _jobs_pb2.LocateResponse]  # type: ignore[assignment]
-    """Checks where a caller wants to start, and says where the job's events are."""
     Follow: _aio.UnaryStreamMultiCallable[_jobs_pb2.FollowRequest, _jobs_pb2.FollowResponse]  # type: ignore[assignment]
-    """Tells how many events a job has, at once and whenever there are more. Ends as the job does: well, or with its error."""
+    """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
+    Ends as the job does: well, or with its error.
+    """
     FindArtifact: _aio.UnaryUnaryMultiCallable[_jobs_pb2.FindArtifactRequest, _jobs_pb2.FindArtifactResponse]  # type: ignore[assignment]
     """Checks what a caller wants to download, and says where it is."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What the edge needs to send a job's events and files by itself. Whatever the number of a job's viewers, the core is
-    asked once for each that comes, and tells of an event once.
+    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    once.
     """
 
     @_abc_1.abstractmethod
@@ -75,17 +75,9 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _jobs_pb2.SubmitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_jobs_pb2.SubmitResponse], _abc.AsyncIterator[_jobs_pb2.SubmitResponse]]:
-        """Takes a request as a new job and says where its events are. If the job is to be cancelled when its caller goes, the
-        call lasts as long as the job, and ending it earlier cancels the job.
+        """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
+        and ending it earlier cancels the job.
         """
-
-    @_abc_1.abstractmethod
-    def Locate(
-        self,
-        request: _jobs_pb2.LocateRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_jobs_pb2.LocateResponse, _abc.Awaitable[_jobs_pb2.LocateResponse]]:
-        """Checks where a caller wants to start, and says where the job's events are."""
 
     @_abc_1.abstractmethod
     def Follow(
@@ -93,7 +85,9 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _jobs_pb2.FollowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_jobs_pb2.FollowResponse], _abc.AsyncIterator[_jobs_pb2.FollowResponse]]:
-        """Tells how many events a job has, at once and whenever there are more. Ends as the job does: well, or with its error."""
+        """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
+        Ends as the job does: well, or with its error.
+        """
 
     @_abc_1.abstractmethod
     def FindArtifact(

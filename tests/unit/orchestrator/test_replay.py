@@ -20,11 +20,11 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "events.log"
         self._log = JobLog(self.path)
-        self.replay = Replay(self.path)
+        self.replay = Replay()
 
     def append(self, event: video_pb2.Event) -> None:
         self._log.append(event)
-        self.replay.advance(len(self._log))
+        self.replay.advance(self.path, len(self._log))
 
 
 def event(seq: int, size: int = 10) -> video_pb2.Event:
@@ -77,7 +77,7 @@ async def test_what_is_on_disk_but_not_yet_told_is_not_read(tmp_path: Path) -> N
     waiting = asyncio.ensure_future(anext(reader))
     await asyncio.sleep(0)
     assert not waiting.done()
-    job.replay.advance(1)
+    job.replay.advance(job.path, 1)
     assert sent(await waiting) == event(0)
 
 
@@ -121,17 +121,26 @@ async def test_a_file_that_somebody_has_cut_is_told(tmp_path: Path, left: int) -
     job = Job(tmp_path)
     job.append(event(0, 1000))
     job.append(event(1, 1000))
-    reader = job.replay.read(1)
     os.truncate(job.path, left)
-    for read in (lambda: anext(reader), lambda: anext(Fresh(job.path, 2).read(1))):
-        with pytest.raises(PhaseError, match="the file is shorter than it was"):
-            await read()
+    with pytest.raises(PhaseError, match="the file is shorter than it was"):
+        await anext(job.replay.read(1))
+    with pytest.raises(PhaseError, match="the file is shorter than it was"):
+        Replay().advance(job.path, 2)
 
 
-def Fresh(path: Path, num_events: int) -> Replay:
-    replay = Replay(path)
-    replay.advance(num_events)
-    return replay
+async def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PhaseError, match="cannot be read: No such file or directory"):
+        Replay().advance(tmp_path / "events.log", 1)
+
+
+async def test_who_reads_before_the_job_is_known_waits_and_learns_if_it_never_is() -> None:
+    replay = Replay()
+    waiting = [asyncio.create_task(coroutine) for coroutine in (replay.begun(), seqs(replay.join()))]
+    await asyncio.sleep(0)
+    replay.end(PhaseError("unknown"))
+    for task in waiting:
+        with pytest.raises(PhaseError, match="unknown"):
+            await task
 
 
 CLIP = ("progress", "init", "progress", 1, "progress", -1, 2, "progress", 2, 4, "end", "progress")
