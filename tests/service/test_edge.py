@@ -60,6 +60,7 @@ class ScriptedCore(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobService
         self.remaining_s: float | None = None
         self.has_left = asyncio.Event()
         self.has_forgotten = False
+        self.tells_more = True
 
     def log_much(self) -> None:
         """Events 1 to 39: more than gRPC takes on behalf of a viewer that reads nothing."""
@@ -81,6 +82,8 @@ class ScriptedCore(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobService
             raise JobNotFoundError("there is no such job any more")
         async for num_events in self.log.follow():
             yield jobs_pb2.FollowResponse(path=str(self.log.path), num_events=num_events)
+            if not self.tells_more:
+                await asyncio.Event().wait()
 
 
 async def serve_core(core: ScriptedCore, directory: Path) -> RpcServer:
@@ -173,6 +176,20 @@ async def test_a_job_that_is_removed_is_read_on_by_who_reads_it_and_unknown_to_o
     assert isinstance(from_rpc_error(refused.value), JobNotFoundError)
     seen += [response.event.seq async for response in stalled]
     assert seen == list(range(40))
+
+
+async def test_a_caller_that_knows_of_events_before_the_edge_does_is_believed(
+    core: ScriptedCore, channel: grpc.aio.Channel
+) -> None:
+    core.tells_more = False
+    stub = video_pb2_grpc.VideoServiceStub(channel)
+    early = stub.Attach(video_pb2.AttachRequest(job_id="a"))
+    await early.read()
+    core.log_much()
+    assert (await stub.Attach(video_pb2.AttachRequest(job_id="a", from_seq=39)).read()).event.seq == 39
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Attach(video_pb2.AttachRequest(job_id="a", from_seq=41)).read()
+    assert refused.value.details() == "from_seq is 41; the job has 40 events so far, the most it may be"
 
 
 async def test_a_core_that_is_lost_is_a_lost_connection_and_no_viewer_keeps_others_from_a_new_one(
