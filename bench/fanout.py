@@ -3,7 +3,7 @@
     python bench/fanout.py MODEL [--viewers 200] [--rounds 5] [--frames 73] [--width 512] [--height 288]
 
 Every viewer has an open connection of its own and follows the whole job. Workers have the first core to themselves, as
-a GPU would be; the others are for the orchestrator first, then for the edge, then for the viewers, which have to wait.
+a GPU would be; the others are for the orchestrator and the edge, then for the viewers, which have to wait.
 What is compared is the server's own measure of sampling. In a third run of each round the same viewers watch a clip
 that was made before: they, the edge and the machine do the same work, but none of it is about the job that is timed.
 Prints ratios measured in one run, with their conditions.

@@ -41,8 +41,6 @@ STOP = b"stop\n"
 """Word on standard input that ends the process in peace."""
 GRACE_S = 1.0
 """How long streams may then take to send what there still is."""
-NICENESS = 10
-"""Viewers wait for jobs, never the reverse: where both want the processor, jobs have it ten times as often."""
 
 
 class Edge:
@@ -238,7 +236,6 @@ def main() -> None:
     # A signal to the whole group of processes is for the parent, which says when to stop: jobs may yet have to end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)  # of this thread, and so of those that gRPC will start
     try:
         asyncio.run(_serve(flags.listen, flags.core))
     except StartupError as error:
