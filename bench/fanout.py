@@ -3,8 +3,10 @@
     python bench/fanout.py MODEL [--viewers 200] [--rounds 5] [--frames 73] [--width 512] [--height 288]
 
 Every viewer has an open connection of its own and follows the whole job. Workers have the first core to themselves, as
-a GPU would be; the orchestrator has the other cores, before the viewers, which have to wait for it. What is compared is
-the server's own measure of sampling. Prints ratios measured in one run, with their conditions.
+a GPU would be; the others are for the orchestrator and the edge, then for the viewers, which have to wait.
+What is compared is the server's own measure of sampling. In a third run of each round the same viewers watch a clip
+that was made before: they, the edge and the machine do the same work, but none of it is about the job that is timed.
+Prints ratios measured in one run, with their conditions.
 """
 
 from __future__ import annotations
@@ -46,6 +48,12 @@ def busy_s(process: psutil.Process) -> float:
     """Seconds of processor time that a process has taken."""
     times = process.cpu_times()
     return times.user + times.system
+
+
+def edge_of(orchestrator: psutil.Process) -> psutil.Process:
+    """The process that viewers reach."""
+    (edge,) = [child for child in orchestrator.children() if "orchestrator.edge" in child.cmdline()]
+    return edge
 
 
 async def watch(channel: aio.Channel, job_id: str) -> str:
@@ -96,18 +104,55 @@ class Audience:
         return [digest for _ in self.processes for digest in self.results.get()]
 
 
-def sampling_s(client: Client, clip: ClipSpec, audience: Audience | None) -> float:
-    """Makes a clip while an audience watches it, or none; returns the seconds until its last chunk was sampled."""
-    fields = {k: v for k, v in dataclasses.asdict(clip).items() if k != "adapters"}
-    with client.generate(PROMPT, **fields) as events:
-        next(events)
-        if audience is not None:
-            audience.send(events.job_id)
-        *_, last = events
-    assert isinstance(last, Completed)
-    if audience is not None:
-        assert len(set(audience.digests())) == 1, "viewers saw different streams"
-    return last.timings.sampling_s
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What making a clip took."""
+
+    sampling_s: float
+    """Seconds until its last chunk was sampled."""
+    busy_s: dict[str, float]
+    """Seconds of processor time that processes took until everybody had seen everything."""
+
+
+class Service:
+    """A server on its cores, and the viewers that may watch it."""
+
+    def __init__(self, server: subprocess.Popen[str], address: str, num_viewers: int) -> None:
+        first, *others = sorted(os.sched_getaffinity(0))
+        orchestrator = psutil.Process(server.pid)
+        edge = edge_of(orchestrator)
+        for child in orchestrator.children(recursive=True):
+            run_on(child, others if child == edge else [first])
+        run_on(orchestrator, others)
+        self.client = Client(address)
+        self.audience = Audience(address, num_viewers, others)
+        self.job_id = ""
+        """The job made last."""
+        viewers = [psutil.Process(process.pid) for process in self.audience.processes]
+        self._processes = {"orchestrator": [orchestrator], "edge": [edge], "viewers": viewers}
+
+    def make(self, clip: ClipSpec, watched: str = "") -> Run:
+        """Makes a clip while the audience watches a job ("this" is the one being made), or none."""
+        fields = {k: v for k, v in dataclasses.asdict(clip).items() if k != "adapters"}
+        before = self._busy_s()
+        with self.client.generate(PROMPT, **fields) as events:
+            next(events)
+            if watched:
+                self.audience.send(events.job_id if watched == "this" else watched)
+            *_, last = events
+        self.job_id = events.job_id
+        assert isinstance(last, Completed)
+        if watched:
+            assert len(set(self.audience.digests())) == 1, "viewers saw different streams"
+        return Run(last.timings.sampling_s, {name: end - before[name] for name, end in self._busy_s().items()})
+
+    def _busy_s(self) -> dict[str, float]:
+        return {name: sum(map(busy_s, processes)) for name, processes in self._processes.items()}
+
+
+def print_ratios(what: str, runs: list[Run], bases: list[Run]) -> None:
+    ratios = [run.sampling_s / base.sampling_s for run, base in zip(runs, bases, strict=True)]
+    print(f"{what}: {statistics.median(ratios):.3f} (median of pairs; {min(ratios):.3f} to {max(ratios):.3f})")
 
 
 def main() -> None:
@@ -122,9 +167,8 @@ def main() -> None:
     clip = dataclasses.replace(
         read_model_info(flags.model).default_clip, num_frames=flags.frames, width=flags.width, height=flags.height
     )
-    first, *others = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "orchestrator", "--model", str(flags.model), "--listen", "127.0.0.1:0"]
-    without, watched, cpu_s = [], [], []
+    alone, watched, beside = [], [], []
     with tempfile.TemporaryDirectory() as data:
         server = subprocess.Popen(
             [*command, "--data", data, "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -132,32 +176,27 @@ def main() -> None:
         assert server.stdout is not None
         try:
             address = next(line for line in server.stdout if line.startswith("listening on ")).split()[-1]
-            orchestrator = psutil.Process(server.pid)
-            for child in orchestrator.children(recursive=True):
-                run_on(child, [first])
-            run_on(orchestrator, others)
-            audience = Audience(address, flags.viewers, others)
-            with Client(address) as client:
-                sampling_s(client, clip, audience)  # so that neither side pays for first calls
-                for _ in range(flags.rounds):
-                    cpu_s.append(busy_s(orchestrator))
-                    without.append(sampling_s(client, clip, None))
-                    cpu_s.append(busy_s(orchestrator))
-                    watched.append(sampling_s(client, clip, audience))
-                    cpu_s.append(busy_s(orchestrator))
-            audience.send("")
+            service = Service(server, address, flags.viewers)
+            service.make(clip, "this")  # so that neither side pays for first calls
+            for _ in range(flags.rounds):
+                alone.append(service.make(clip))
+                watched.append(service.make(clip, "this"))
+                beside.append(service.make(clip, service.job_id))
+            service.audience.send("")
+            service.client.close()
         finally:
             server.terminate()
             server.wait()
-    costs = [(end - between) - (between - start) for start, between, end in zip(*[iter(cpu_s)] * 3, strict=True)]
-    ratios = [b / a for a, b in zip(without, watched, strict=True)]
-    print(f"{flags.frames} frames {flags.width}x{flags.height}, {clip.steps} steps, {len(others) + 1} cores, "
+    print(f"{flags.frames} frames {flags.width}x{flags.height}, {clip.steps} steps, {os.cpu_count()} cores, "
           f"{platform.machine()}; {flags.viewers} viewers, {flags.rounds} rounds")  # fmt: skip
-    print(f"sampling watched / not watched: {statistics.median(ratios):.3f} (median of pairs; "
-          f"{min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
-    print(f"({statistics.median(without):.2f} s not watched, {statistics.median(watched):.2f} s watched; "
-          f"spread of those not watched {max(without) / min(without):.3f})")  # fmt: skip
-    print(f"processor time the orchestrator takes for the viewers: {statistics.median(costs):.2f} s of a clip")
+    print_ratios("sampling watched / not watched", watched, alone)
+    print_ratios("sampling while another clip is watched / not watched", beside, alone)
+    print_ratios("sampling watched / while another clip is watched", watched, beside)
+    seconds = [run.sampling_s for run in alone]
+    print(f"not watched: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+    for name in alone[0].busy_s:
+        costs = [run.busy_s[name] - base.busy_s[name] for run, base in zip(watched, alone, strict=True)]
+        print(f"processor time for viewers, {name}: {statistics.median(costs):.2f} s of a clip")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from h3stream.errors import ConfigError, StartupError
-from h3stream.v1 import video_pb2_grpc
 from orchestrator.admission import AdapterFacts
 from orchestrator.config import Settings, load_settings
+from orchestrator.edge_process import EdgeProcess
 from orchestrator.lane import Lane, LaneHost
 from orchestrator.model_info import ModelInfo, read_model_info
 from orchestrator.scheduler import Scheduler
-from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from orchestrator.servicer import SERVICE_NAME, add_services
 from services.checkpoints.adapter_registry import read_registry
 from services.checkpoints.model_files import check_model
 from services.common.rpc import RpcServer
@@ -68,7 +68,7 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         try:
             stop.listen()  # again: Ray has put handlers of its own in place
             hosts = [RayLane(settings, Path(runtime), index) for index in range(settings.lanes)]
-            await serve_lanes(settings, model, adapters, stop, hosts)
+            await serve_lanes(settings, model, adapters, stop, hosts, Path(runtime))
         finally:
             cluster.stop()
 
@@ -107,8 +107,12 @@ async def serve_lanes(
     adapters: Sequence[AdapterFacts],
     stop: StopSignal,
     hosts: Sequence[LaneHost],
+    runtime: Path,
 ) -> None:
-    """Serves on the lanes of these hosts until told to stop, also while they start. Raises StartupError."""
+    """Serves on the lanes of these hosts until told to stop, also while they start.
+
+    runtime: private to this process; the socket that the edge asks goes there.  Raises StartupError.
+    """
     scheduler = Scheduler(
         [Lane(host) for host in hosts],
         settings.data,
@@ -117,23 +121,24 @@ async def serve_lanes(
         kept_age_s=settings.kept_age_s,
         kept_bytes=settings.kept_bytes,
     )
-    # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
-    server = RpcServer((SERVICE_NAME,))
-    servicer = VideoServicer(scheduler, model, adapters, settings)
-    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
-    address = await server.start(settings.listen, serving=False)
+    core = RpcServer((SERVICE_NAME,))
+    add_services(core.server, scheduler, model, adapters, settings)
+    edge = EdgeProcess(await core.start(f"unix:{runtime}/core.sock", serving=False))
     try:
+        # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
+        address = await edge.start(settings.listen)
         if await stop.comes_before(scheduler.start()):
             log.info("stopping before the model has been loaded")
             return
-        await server.set_serving(True)
+        await core.set_serving(True)
         print(f"listening on {address}", flush=True)
         await stop.first.wait()
         log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
-        await server.set_serving(False)
+        await core.set_serving(False)
     finally:
         await scheduler.stop(settings.drain_s, stop.second)
-        await server.stop(grace_s=1.0)
+        await edge.stop()
+        await core.stop(grace_s=0)
 
 
 class StopSignal:

@@ -16,7 +16,7 @@ from core.phases import MOVES, Phase
 from h3stream.errors import GenerationError, JobCancelledError, PhaseError
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, video_pb2
-from orchestrator.replay import JobLog
+from orchestrator.job_log import JobLog
 from orchestrator.timeline import Timeline
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,15 @@
-"""VideoService: decode the request, hand it on, send the job's events."""
+"""VideoService and JobService: decode the request, hand it on, encode the answer.
+
+Streams of VideoService are the edge's, which JobService tells where to read them (`orchestrator/edge.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from typing import Any
+
+from grpc import aio
 
 from core.artifacts import ARTIFACTS, DEFAULT_ARTIFACTS
 from core.geometry import MAX_CANVAS_PIXELS, valid_frame_counts
@@ -17,13 +22,11 @@ from h3stream.codec import (
     refuse_unknown_fields,
     request_from_proto,
 )
-from h3stream.errors import FieldViolation, InvalidRequestError
-from h3stream.fields import invalid_request
 from h3stream.request import ClipSpec, GenerateRequest
-from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
+from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.admission import AdapterFacts, make_plan, resolve, resolve_refinement
 from orchestrator.config import Settings
-from orchestrator.download import find_artifact, read_artifact
+from orchestrator.download import find_artifact
 from orchestrator.job import Job
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
@@ -32,8 +35,17 @@ from orchestrator.source import RefineDesk
 SERVICE_NAME = "h3stream.v1.VideoService"
 
 
-class VideoServicer(video_pb2_grpc.VideoServiceServicer):
-    """The client API over a scheduler."""
+def add_services(
+    server: aio.Server, scheduler: Scheduler, model: ModelInfo, adapters: Sequence[AdapterFacts], settings: Settings
+) -> None:
+    """Adds VideoService and JobService, for the edge, to a server."""
+    servicer: Any = VideoServicer(scheduler, model, adapters, settings)  # type: ignore[abstract] # the rest is the edge's
+    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server)
+    jobs_pb2_grpc.add_JobServiceServicer_to_server(servicer, server)
+
+
+class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServiceServicer):
+    """The client API over a scheduler, but for what the edge does itself."""
 
     def __init__(
         self, scheduler: Scheduler, model: ModelInfo, adapters: Sequence[AdapterFacts], settings: Settings
@@ -45,44 +57,30 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         self._settings = settings
         self._refine_desk = RefineDesk(scheduler, model, adapters, settings)
 
-    async def Generate(
-        self, request: video_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[video_pb2.GenerateResponse]:
-        prompt, clip, plan = self._admit(request_from_proto(request))
+    async def Submit(self, request: jobs_pb2.SubmitRequest, context: Any) -> AsyncIterator[jobs_pb2.SubmitResponse]:
+        generation = request.generation
+        prompt, clip, plan = self._admit(request_from_proto(generation))
         job = self._scheduler.submit(prompt, clip, plan)
-        job.request = request
-        try:
-            async for event in job.log.read():
-                yield video_pb2.GenerateResponse(event=event)
-        finally:
-            if request.cancel_on_disconnect:  # an ended job is left as it is
-                self._scheduler.request_cancel(job)
+        job.request = generation
+        async for response in self._submitted(job):
+            yield response
 
-    async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
-        refuse_unknown_fields(request)
-        async for event in _events_from(request, self._scheduler.job(request.job_id)):
-            yield video_pb2.AttachResponse(event=event)
-
-    async def DownloadArtifact(
-        self, request: video_pb2.DownloadArtifactRequest, context: Any
-    ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
-        refuse_unknown_fields(request)
-        job = self._scheduler.job(request.job_id)
-        artifact = find_artifact(job, request.name)
-        yield video_pb2.DownloadArtifactResponse(artifact=artifact)
-        async for data in read_artifact(job, artifact, request.offset_bytes):
-            yield video_pb2.DownloadArtifactResponse(data=data)
-
-    async def RefineAudio(
+    async def SubmitRefinement(
         self, request_iterator: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
-    ) -> AsyncIterator[video_pb2.RefineAudioResponse]:
-        job = await self._refine_desk.submit(aiter(request_iterator))
-        try:
-            async for event in job.log.read():
-                yield video_pb2.RefineAudioResponse(event=event)
-        finally:
-            if job.request is not None and job.request.cancel_on_disconnect:
-                self._scheduler.request_cancel(job)
+    ) -> AsyncIterator[jobs_pb2.SubmitResponse]:
+        async for response in self._submitted(await self._refine_desk.submit(aiter(request_iterator))):
+            yield response
+
+    async def Follow(self, request: jobs_pb2.FollowRequest, context: Any) -> AsyncIterator[jobs_pb2.FollowResponse]:
+        job_log = self._scheduler.job(request.job_id).log
+        async for num_events in job_log.follow():
+            yield jobs_pb2.FollowResponse(path=str(job_log.path), num_events=num_events)
+
+    async def FindArtifact(self, request: jobs_pb2.FindArtifactRequest, context: Any) -> jobs_pb2.FindArtifactResponse:
+        refuse_unknown_fields(request.download)
+        job = self._scheduler.job(request.download.job_id)
+        artifact = find_artifact(job, request.download.name, request.download.offset_bytes)
+        return jobs_pb2.FindArtifactResponse(artifact=artifact, path=str(job.directory / artifact.name))
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
         refuse_unknown_fields(request)
@@ -138,6 +136,17 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         bound = [adapter for worker in self._scheduler.workers for adapter in worker.adapters]
         return sorted(bound or map(_header_info, self._adapters), key=lambda adapter: adapter.name)
 
+    async def _submitted(self, job: Job) -> AsyncIterator[jobs_pb2.SubmitResponse]:
+        """The answer to whoever submitted a job, which lasts for as long as they must not go."""
+        cancel_on_disconnect = job.request is not None and job.request.cancel_on_disconnect
+        try:
+            yield jobs_pb2.SubmitResponse(job_id=job.job_id)
+            if cancel_on_disconnect:
+                await job.ended.wait()
+        finally:
+            if cancel_on_disconnect:  # an ended job is left as it is
+                self._scheduler.request_cancel(job)
+
     def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:
         """A checked request, or InvalidRequestError; nothing has been queued or loaded yet."""
         clip = resolve(request, self._model, self._adapters)
@@ -147,34 +156,6 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer):
         bit_rate = self._settings.video_bit_rate
         plan = make_plan(clip, self._model, self._adapters, bit_rate, request.artifacts, preview, refinement)
         return request.prompt, clip, plan
-
-
-def _events_from(request: video_pb2.AttachRequest, job: Job) -> AsyncIterator[video_pb2.Event]:
-    """The events of a job from where the caller wants to start. Raises InvalidRequestError if it has no such place."""
-    match request.WhichOneof("start"):
-        case "from_chunk":
-            last = len(job.plan.chunks) - 1
-            if not 0 <= request.from_chunk <= last:
-                raise _no_start(
-                    "from_chunk", f"from_chunk is {request.from_chunk}; the chunks of the job are 0 to {last}"
-                )
-            return job.log.join(request.from_chunk)
-        case "live":
-            if not request.live:
-                raise _no_start("live", "live is false; it must be true, or left out")
-            return job.log.join()
-        case _:
-            num_events = len(job.log)
-            if request.from_seq > num_events:
-                raise _no_start(
-                    "from_seq",
-                    f"from_seq is {request.from_seq}; the job has {num_events} events so far, the most it may be",
-                )
-            return job.log.read(request.from_seq)
-
-
-def _no_start(field: str, description: str) -> InvalidRequestError:
-    return invalid_request([FieldViolation(field, description)])
 
 
 def _header_info(adapter: AdapterFacts) -> types_pb2.AdapterInfo:

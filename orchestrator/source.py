@@ -173,7 +173,7 @@ def _latents_of(source: Job) -> types_pb2.Artifact:
     if not source.ended.is_set():
         raise UnsupportedError(f"job {source.job_id} has not ended; its sound can be refined once it has")
     try:
-        return find_artifact(source, LATENTS)
+        return find_artifact(source, LATENTS, offset_bytes=0)
     except GenerationError as error:
         hint = ""
         if source.source is not None:

@@ -114,7 +114,7 @@ class Client:
         Without a start, from event 0 on.  from_seq: from this event on; at most the number of events so far.
         from_chunk: what a player needs to start at this chunk: `Accepted`, the InitSegment, then everything from the
         chunk's first keyframe on, which is waited for.  live: the same from the latest keyframe on.
-        The others are those of `generate`.
+        The others are those of `generate`; a connection is tried again from the start on.
         """
         request = attach_request(job_id, from_seq, from_chunk, live)
         budget = StallBudget(stall_timeout_s)

@@ -210,8 +210,8 @@ class Line:
 
     def delay_s(self, error: grpc.RpcError) -> float:
         """Seconds to wait before `reopen`, now that the call has failed. Raises its error where that must not be."""
-        # Before its first event a job has no name to ask for, and a second Generate would be a second job.
-        can_resume = self.order.has_begun and is_connection_loss(error)
+        # Before its first event a new job has no name to ask for, and a second Generate would be a second job.
+        can_resume = self.order.job_id and is_connection_loss(error)
         delay_s = self._again.next_delay_s() if can_resume else None
         if delay_s is None:
             raise self._explained(from_rpc_error(error, self._address)) from error

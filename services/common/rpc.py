@@ -58,12 +58,13 @@ class ErrorInterceptor(aio.ServerInterceptor):
         if handler is None or not method.startswith("/h3stream."):
             return handler  # type: ignore[no-any-return]
         inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        deserialize = handler.request_deserializer or bytes  # without one the handler takes requests as they come
 
         # Requests are parsed here and not by gRPC, which answers bytes that are no message with UNKNOWN and a traceback
         # in the log for each.
         def parsed(data: bytes) -> Any:
             try:
-                return handler.request_deserializer(data)
+                return deserialize(data)
             except DecodeError as error:
                 raise InvalidRequestError(f"the request is no message of {method}: {error}") from None
 
@@ -129,21 +130,16 @@ async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exc
     await context.abort(code, message, ((DETAILS_KEY, details),))
 
 
-class RpcServer:
-    """A grpc.aio server with health and reflection, listening on one address."""
+class RpcEndpoint:
+    """A grpc.aio server with reflection, listening on one address."""
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
+        """service_names: what reflection tells of, beside itself."""
         self.server = aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
-        self.health = health.aio.HealthServicer()
-        self._service_names = service_names
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+        reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), self.server)
 
-    async def start(self, address: str, *, serving: bool = True) -> str:
+    async def start(self, address: str) -> str:
         """Listens on "HOST:PORT" (port 0: any free one) or "unix:PATH"; returns the address to dial.
-
-        serving: what the health service answers from now on.
 
         Raises StartupError if the address cannot be bound.
         """
@@ -152,8 +148,34 @@ class RpcServer:
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address}: {error}") from error
         await self.server.start()
-        await self.set_serving(serving)
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new call and ends the running ones after `grace_s` seconds."""
+        await self.server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self.server.wait_for_termination()
+
+
+class RpcServer(RpcEndpoint):
+    """One that also answers for its own health."""
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        super().__init__((*service_names, health.SERVICE_NAME))
+        self.health = health.aio.HealthServicer()
+        self._service_names = service_names
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+
+    async def start(self, address: str, *, serving: bool = True) -> str:
+        """As RpcEndpoint's.
+
+        serving: what the health service answers from now on.
+        """
+        address = await super().start(address)
+        await self.set_serving(serving)
+        return address
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the answer of the health service, of the server ("") and of each of its services."""
@@ -164,17 +186,16 @@ class RpcServer:
             await self.health.set(name, serving_status)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new call and ends the running ones after `grace_s` seconds."""
+        """As RpcEndpoint's; those who watch the health are told first."""
         await self.health.enter_graceful_shutdown()
-        await self.server.stop(grace_s)
-
-    async def wait(self) -> None:
-        """Returns when the server has stopped."""
-        await self.server.wait_for_termination()
+        await super().stop(grace_s)
 
 
 def connect(address: str) -> aio.Channel:
-    """A channel to a worker. Calls to one that is frozen or cut off fail with UNAVAILABLE after half a minute."""
+    """A channel to another process of h3stream.
+
+    Calls to one that is frozen or cut off fail with UNAVAILABLE after half a minute.
+    """
     keepalive = [
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -88,6 +88,14 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
+def edge_of(pid: int) -> int:
+    """Process id of what callers of a server are connected to."""
+    import psutil
+
+    (edge,) = [child.pid for child in psutil.Process(pid).children() if "orchestrator.edge" in child.cmdline()]
+    return edge
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -14,6 +14,7 @@ from h3stream import (
     AsyncClient,
     AsyncGeneration,
     Completed,
+    Event,
     Fragment,
     JobCancelledError,
     JobWarning,
@@ -22,7 +23,7 @@ from h3stream import (
 )
 from h3stream.events import PhaseChange
 from services.common.ledger import overlaps, read_ledger
-from tests.e2e.conftest import Server, alive, children, start_server, stop_server
+from tests.e2e.conftest import Server, alive, children, edge_of, start_server, stop_server
 
 SMALL = {"num_frames": 22, "width": 64, "height": 64, "steps": 1}
 
@@ -148,6 +149,31 @@ async def test_a_killed_worker_fails_its_job_and_a_frozen_one_costs_none(tiny_mo
     async with asyncio.timeout(30):  # Ray's workers end once they miss their raylet
         while any(alive(pid) for pid in workers.values()):
             await asyncio.sleep(0.1)
+
+
+async def test_viewers_see_every_event_once_although_what_they_are_connected_to_is_killed(server: Server) -> None:
+    async def follow(client: AsyncClient, job_id: str) -> list[Event]:
+        return [event async for event in client.attach(job_id)]
+
+    options = {"num_frames": 73, "width": 64, "height": 64, "steps": 4}
+    async with AsyncClient(server.address) as client:
+        undisturbed = [event async for event in client.generate("a fox in the snow", **options)]  # type: ignore[arg-type]
+        events = client.generate("a fox in the snow", **options)  # type: ignore[arg-type]
+        seen = [await anext(events)]
+        async with AsyncClient(server.address) as other:
+            viewers = [asyncio.create_task(follow(one, events.job_id)) for one in (client, other, other)]
+            async for event in events:
+                seen.append(event)
+                if isinstance(event, Fragment) and event.chunk_index == 1:
+                    edge = edge_of(server.process.pid)
+                    os.kill(edge, signal.SIGKILL)
+            assert [await viewer for viewer in viewers] == [seen] * 3
+        assert edge_of(server.process.pid) != edge
+    assert [event.seq for event in seen] == list(range(len(seen)))
+    assert b"".join(event.media for event in seen) == b"".join(event.media for event in undisturbed)
+    ends = [events[-1] for events in (seen, undisturbed)]
+    assert all(isinstance(end, Completed) for end in ends)
+    assert ends[0].latents_sha256 == ends[1].latents_sha256  # type: ignore[attr-defined]
 
 
 async def test_stopping_lets_the_running_job_finish(tiny_model: Path, tmp_path: Path) -> None:

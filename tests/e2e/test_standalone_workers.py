@@ -19,6 +19,7 @@ from orchestrator.lane import Lane
 from orchestrator.model_info import read_model_info
 from orchestrator.session import run_session
 from tests.e2e.conftest import Server
+from tests.job_logs import read_log
 
 
 class ProcessLaneHost:
@@ -71,7 +72,7 @@ async def test_three_processes_make_the_clip_that_the_service_makes(
         await run_session(job, lane)
         await lane.clear("job")
         job.end(None)
-        events = [e async for e in job.log.read()]
+        events = read_log(job.log)
         fragments = [e.fragment.data for e in events if e.HasField("fragment")]
         assert all(not w.session_ids and not w.device_weight_bytes for w in await lane.describe())
     finally:

@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil
 
-from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
+from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.job import Job
-from orchestrator.servicer import SERVICE_NAME, VideoServicer
-from services.common.rpc import RpcServer
+from tests.service.conftest import serving
 
 JOB_ID = "big"
 NUM_FRAGMENTS = 64
@@ -46,14 +45,10 @@ async def main(directory: Path) -> None:
         job.emit(types_pb2.Fragment(data=bytes([index]) * FRAGMENT_BYTES, chunk_index=index, is_keyframe=True))
     job.emit(video_pb2.Completed())
     job.end(None)
-    server = RpcServer((SERVICE_NAME,))
-    one_job: Any = OneJob(job)
-    servicer = VideoServicer(one_job, nothing, (), nothing)
-    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
-    print(await server.start("127.0.0.1:0"), flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
-        print(psutil.Process().memory_info().rss, flush=True)
-    await server.stop(grace_s=0)
+    async with serving(directory, OneJob(job), nothing, (), nothing) as address:
+        print(address, flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            print(psutil.Process().memory_info().rss, flush=True)
 
 
 class _Clip:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from h3stream.request import ClipSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from orchestrator.config import Settings
+from orchestrator.edge import Edge
 from orchestrator.lane import Lane
 from orchestrator.model_info import ModelInfo, dense_clip
 from orchestrator.scheduler import Scheduler
-from orchestrator.servicer import SERVICE_NAME, VideoServicer
+from orchestrator.servicer import SERVICE_NAME, add_services
 from services.common.rpc import RpcServer, connect
 from tests.service.fake_workers import ADAPTERS, FakeLaneHost, Script
 
@@ -26,9 +28,25 @@ CLIP = ClipSpec(
 MODEL = ModelInfo("fake", CLIP, dense_clip(CLIP, 5), "made of fakes")
 
 
+@asynccontextmanager
+async def serving(directory: Path, *core_of: Any) -> AsyncIterator[str]:
+    """A core with an edge in front of it, both on this event loop; yields the address for callers.
+
+    directory: the socket between them goes there.  core_of: what `add_services` makes the core of.
+    """
+    core = RpcServer((SERVICE_NAME,))
+    add_services(core.server, *core_of)
+    edge = Edge(await core.start(f"unix:{directory}/core.sock"))
+    try:
+        yield await edge.start("127.0.0.1:0")
+    finally:
+        await edge.stop(grace_s=0)
+        await core.stop(grace_s=0)
+
+
 @dataclass
 class Service:
-    """The orchestrator on real sockets over fake workers."""
+    """The orchestrator and its edge on real sockets over fake workers."""
 
     stub: Any
     address: str
@@ -72,15 +90,9 @@ async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int, kept_byt
     scheduler = Scheduler(
         [Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3, kept_bytes=kept_bytes
     )
-    server = RpcServer((SERVICE_NAME,))
-    servicer = VideoServicer(scheduler, MODEL, ADAPTERS, settings)
-    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
-    address = await server.start("127.0.0.1:0")
     await scheduler.start()
-    channel = connect(address)
-    yield Service(video_pb2_grpc.VideoServiceStub(channel), address, script, hosts, scheduler, tmp_path)
-    for gate in script.gates.values():
-        gate.set()
-    await channel.close()
-    await scheduler.stop(0, asyncio.Event())
-    await server.stop(grace_s=0)
+    async with serving(tmp_path, scheduler, MODEL, ADAPTERS, settings) as address, connect(address) as channel:
+        yield Service(video_pb2_grpc.VideoServiceStub(channel), address, script, hosts, scheduler, tmp_path)
+        for gate in script.gates.values():
+            gate.set()
+        await scheduler.stop(0, asyncio.Event())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from h3stream import AsyncClient, Client, Event, codec, stream
+from tests.job_logs import read_log
 from tests.service.conftest import Service
 
 MIN_FIRST_BYTES = 4_000
@@ -82,8 +83,8 @@ async def cutting(service: Service, seed: int) -> AsyncIterator[tuple[CuttingPro
         await proxy.close()
 
 
-async def logged(service: Service, job_id: str) -> list[Event]:
-    return [codec.event_from_proto(event) async for event in service.scheduler.job(job_id).log.read()]
+def logged(service: Service, job_id: str) -> list[Event]:
+    return [codec.event_from_proto(event) for event in read_log(service.scheduler.job(job_id).log)]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 async def test_every_event_comes_exactly_once_over_connections_that_are_cut(service: Service, seed: int) -> None:
     async with cutting(service, seed) as (proxy, address), AsyncClient(address) as client:
         received = [event async for event in client.generate("a fox", num_frames=192, steps=8)]
-    made = await logged(service, received[0].job_id)
+    made = logged(service, received[0].job_id)
     assert [event.seq for event in received] == list(range(len(made)))
     assert received == made
     assert proxy.num_cuts >= 5
@@ -117,7 +118,7 @@ async def test_the_blocking_client_survives_cuts_too(service: Service, seed: int
 
     async with cutting(service, seed) as (proxy, address):
         received = await asyncio.to_thread(run, address)
-    assert received == await logged(service, received[0].job_id)
+    assert received == logged(service, received[0].job_id)
     assert proxy.num_cuts >= 5
 
 

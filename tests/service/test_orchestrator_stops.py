@@ -39,7 +39,7 @@ async def test_a_stop_while_the_model_is_loaded_ends_the_loading(
     host = LoadingHost()
     settings = Settings(model=tmp_path, data=tmp_path, listen="127.0.0.1:0")
     stop = StopSignal(exit_with_parent=False)
-    serving = asyncio.create_task(serve_lanes(settings, MODEL, (), stop, [host]))
+    serving = asyncio.create_task(serve_lanes(settings, MODEL, (), stop, [host], tmp_path))
     async with asyncio.timeout(10):
         await host.is_loading.wait()
         os.kill(os.getpid(), number)

@@ -16,10 +16,9 @@ from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, video_pb2, video_pb2_grpc
 from orchestrator.config import Settings
 from orchestrator.scheduler import Scheduler
-from orchestrator.servicer import SERVICE_NAME, VideoServicer
 from services.common.ledger import read_ledger
-from services.common.rpc import RpcServer, connect
-from tests.service.conftest import MODEL, Service
+from services.common.rpc import connect
+from tests.service.conftest import MODEL, Service, serving
 
 
 async def refusal(service: Service, request: video_pb2.GenerateRequest) -> dict[str, str]:
@@ -136,11 +135,8 @@ async def test_while_the_model_is_loaded_requests_are_planned_and_adapters_liste
 ) -> None:
     scheduler = Scheduler([], tmp_path, max_queued_jobs=1, kept_jobs=1)  # never started
     settings = Settings(model=tmp_path, data=tmp_path)
-    server = RpcServer((SERVICE_NAME,))
-    servicer = VideoServicer(scheduler, MODEL, (HeaderOnly("b"), HeaderOnly("a")), settings)
-    video_pb2_grpc.add_VideoServiceServicer_to_server(servicer, server.server)
-    address = await server.start("127.0.0.1:0")
-    async with connect(address) as channel:
+    adapters = (HeaderOnly("b"), HeaderOnly("a"))
+    async with serving(tmp_path, scheduler, MODEL, adapters, settings) as address, connect(address) as channel:
         stub = video_pb2_grpc.VideoServiceStub(channel)
         listed = (await stub.ListAdapters(video_pb2.ListAdaptersRequest())).adapters
         known = {"format": "peft", "default_strength": 1.0, "trained_video_shift": 6.0}
@@ -155,7 +151,6 @@ async def test_while_the_model_is_loaded_requests_are_planned_and_adapters_liste
         assert "no streaming adapter" in refused.value.details()
         info = await stub.GetServerInfo(video_pb2.GetServerInfoRequest())
         assert (list(info.parts), info.adapters) == ([], listed)
-    await server.stop(grace_s=0)
 
 
 async def test_server_info_states_limits_defaults_and_weights(service: Service) -> None:

@@ -19,7 +19,7 @@ WORKERS = ("text_encoder", "dit", "vae")
 MAY_IMPORT = {
     "core": {"core"},
     "client/h3stream": {"h3stream", "grpc", "google"},
-    "orchestrator": {"core", "h3stream", "services", "orchestrator", "grpc", "google", "ray"},
+    "orchestrator": {"core", "h3stream", "services", "orchestrator", "grpc", "grpc_health", "google", "ray"},
     "services": {
         *("core", "h3stream", "services", "grpc", "grpc_health", "grpc_reflection", "google"),
         *("torch", "numpy", "av", "diffusers", "transformers", "tokenizers", "safetensors", "PIL"),
@@ -36,6 +36,7 @@ STOPS_AT = {
         "services/common/rpc.py",
         "services/common/worker.py",
         "services/common/process.py",
+        "orchestrator/edge.py",
         "orchestrator/servicer.py",
         "orchestrator/worker_clients.py",
         "orchestrator/__main__.py",
@@ -249,6 +250,11 @@ def test_the_sdk_loads_grpc_and_protobuf_alone() -> None:
 def test_the_orchestrator_loads_neither_a_model_library_nor_ray() -> None:
     loaded = loaded_by(modules_of("orchestrator", but=("orchestrator.lanes",)))
     assert loaded & {"torch", "diffusers", "transformers", "av", "ray", "safetensors", "tools"} == set()
+
+
+def test_the_edge_loads_what_it_answers_with_and_no_more() -> None:
+    loaded = loaded_by(["orchestrator.edge"])
+    assert loaded & {"torch", "numpy", "diffusers", "transformers", "av", "ray", "safetensors", "tools"} == set()
 
 
 def test_the_orchestrators_lanes_load_ray_but_no_model_library() -> None:

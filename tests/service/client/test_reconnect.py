@@ -72,6 +72,19 @@ async def test_joining_a_job_survives_losses_too(follow: Follow, service: FakeVi
     assert service.attached == [join, join, join, attach_request("job-0", from_seq=FRAGMENTS[1] + 1)]
 
 
+@pytest.mark.parametrize("start", [{}, {"from_seq": 5}, {"live": True}], ids=str)
+async def test_a_loss_before_the_first_event_of_a_job_that_is_followed_is_one_like_others(
+    follow: Follow, service: FakeVideoService, start: dict[str, Any]
+) -> None:
+    await follow("generate", "a fox")
+    seen = await follow("attach", "job-0", **start)
+    service.script, service.attached = Script(lose_at=[seen[0].seq, seen[0].seq]), []
+    assert await follow("attach", "job-0", **start) == seen
+    assert [(request.job_id, request.from_seq, request.live) for request in service.attached] == [
+        ("job-0", start.get("from_seq", 0), start.get("live", False))
+    ] * 3
+
+
 async def test_a_job_that_is_not_known_yet_is_not_made_twice(follow: Follow, service: FakeVideoService) -> None:
     service.script = Script(lose_at=[0])
     with pytest.raises(NotReadyError):

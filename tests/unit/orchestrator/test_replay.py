@@ -1,113 +1,146 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tracemalloc
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from h3stream.errors import PhaseError
 from h3stream.v1 import types_pb2, video_pb2
-from orchestrator.replay import WAKE_AT_ONCE, JobLog
+from orchestrator.job_log import JobLog
+from orchestrator.replay import Replay
+
+
+class Job:
+    """A log that is written and the replay that is told of it at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "events.log"
+        self._log = JobLog(self.path)
+        self.replay = Replay()
+
+    def append(self, event: video_pb2.Event) -> None:
+        self._log.append(event)
+        self.replay.advance(self.path, len(self._log))
 
 
 def event(seq: int, size: int = 10) -> video_pb2.Event:
     return video_pb2.Event(seq=seq, job_id="job", fragment=types_pb2.Fragment(data=bytes([seq % 256]) * size))
 
 
+def sent(record: bytes) -> video_pb2.Event:
+    """What a caller makes of a record, whichever it has called."""
+    attached, generated = video_pb2.AttachResponse.FromString(record), video_pb2.GenerateResponse.FromString(record)
+    assert attached.event == generated.event
+    return attached.event
+
+
+async def collect(records: AsyncIterator[bytes]) -> list[video_pb2.Event]:
+    return [sent(record) async for record in records]
+
+
+async def seqs(records: AsyncIterator[bytes]) -> list[int]:
+    return [event.seq for event in await collect(records)]
+
+
 async def test_every_reader_sees_every_event_whenever_it_comes(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    early = asyncio.create_task(collect(log))
+    job = Job(tmp_path)
+    early = asyncio.create_task(collect(job.replay.read()))
     await asyncio.sleep(0)
     for seq in range(5):
-        log.append(event(seq))
+        job.append(event(seq))
         await asyncio.sleep(0)
-    late = asyncio.create_task(collect(log, from_seq=3))
-    log.append(event(5))
-    log.close(None)
-    assert [e.seq for e in await early] == [0, 1, 2, 3, 4, 5]
-    assert [e.seq for e in await late] == [3, 4, 5]
-    assert [e.seq for e in await collect(log)] == [0, 1, 2, 3, 4, 5]
-    assert (await early)[2] == event(2)
+    late = asyncio.create_task(seqs(job.replay.read(3)))
+    job.append(event(5))
+    job.replay.end(None)
+    assert await early == [event(seq) for seq in range(6)]
+    assert await late == [3, 4, 5]
+    assert await seqs(job.replay.read()) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_an_event_is_in_the_file_before_a_reader_has_it(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    reader = aiter(log.read())
-    log.append(event(0, 1000))
-    assert await anext(reader) == event(0, 1000)
-    assert (tmp_path / "events.log").stat().st_size == event(0, 1000).ByteSize()
+@pytest.mark.parametrize("size", [0, 100, 16_000, 500_000])
+async def test_events_of_any_size_are_told_apart(tmp_path: Path, size: int) -> None:
+    job = Job(tmp_path)
+    for seq in range(300):
+        job.append(event(seq, size if seq % 100 else 1))
+    job.replay.end(None)
+    assert await seqs(job.replay.read()) == list(range(300))
+
+
+async def test_what_is_on_disk_but_not_yet_told_is_not_read(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    JobLog(job.path).append(event(0))
+    reader = job.replay.read()
+    waiting = asyncio.ensure_future(anext(reader))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    job.replay.advance(job.path, 1)
+    assert sent(await waiting) == event(0)
 
 
 async def test_readers_get_all_events_before_the_error(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    log.append(event(0))
-    log.close(PhaseError("broken"))
+    job = Job(tmp_path)
+    job.append(event(0))
+    job.replay.end(PhaseError("broken"))
     for _ in range(2):
-        reader = aiter(log.read())
-        assert (await anext(reader)).seq == 0
+        reader = job.replay.read()
+        assert sent(await anext(reader)).seq == 0
         with pytest.raises(PhaseError, match="broken"):
             await anext(reader)
 
 
-async def test_gaps_and_events_after_the_end_break_loudly(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    with pytest.raises(AssertionError, match="event 1 appended as number 0"):
-        log.append(event(1))
-    log.close(None)
-    with pytest.raises(AssertionError, match="after the end"):
-        log.append(event(0))
-
-
 async def test_memory_does_not_grow_with_what_is_logged_or_with_stalled_readers(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    readers = [aiter(log.read()) for _ in range(20)]
-    log.append(event(0))
+    job = Job(tmp_path)
+    readers = [job.replay.read() for _ in range(20)]
+    job.append(event(0))
     for reader in readers:
         await anext(reader)
     tracemalloc.start()
     for seq in range(1, 101):
-        log.append(event(seq, 500_000))
+        job.append(event(seq, 500_000))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used < 1_000_000, f"{used} bytes held for 50 MB of events"
-    assert (await anext(readers[0])).seq == 1
-
-
-async def test_many_readers_do_not_keep_the_job_waiting(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    log.append(event(0))
-    num_told = [0, 0]
-
-    async def follow() -> None:
-        async for seen in log.read():
-            num_told[seen.seq] += 1
-
-    readers = [asyncio.create_task(follow()) for _ in range(200)]
-    gone = [asyncio.create_task(follow()) for _ in range(5)]
-    await asyncio.sleep(0)
-    for reader in gone:
-        reader.cancel()
-    log.append(event(1))
-    for turn in range(1, 4):
-        assert num_told[1] <= turn * WAKE_AT_ONCE
-        await asyncio.sleep(0)
-    log.close(None)
-    await asyncio.gather(*readers)
-    assert num_told == [205, 200]
+    assert sent(await anext(readers[0])).seq == 1
 
 
 async def test_a_removed_log_can_still_be_read_by_who_reads_it(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "events.log")
-    log.append(event(0))
-    (tmp_path / "events.log").unlink()
-    log.append(event(1))
-    log.close(None)
-    assert [e.seq for e in await collect(log)] == [0, 1]
+    job = Job(tmp_path)
+    job.append(event(0))
+    job.path.unlink()
+    job.append(event(1))
+    job.replay.end(None)
+    assert await seqs(job.replay.read()) == [0, 1]
 
 
-async def collect(log: JobLog, from_seq: int = 0) -> list[video_pb2.Event]:
-    return [e async for e in log.read(from_seq)]
+@pytest.mark.parametrize("left", [0, 5, 2000])
+async def test_a_file_that_somebody_has_cut_is_told(tmp_path: Path, left: int) -> None:
+    job = Job(tmp_path)
+    job.append(event(0, 1000))
+    job.append(event(1, 1000))
+    os.truncate(job.path, left)
+    with pytest.raises(PhaseError, match="the file is shorter than it was"):
+        await anext(job.replay.read(1))
+    with pytest.raises(PhaseError, match="the file is shorter than it was"):
+        Replay().advance(job.path, 2)
+
+
+async def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PhaseError, match="cannot be read: No such file or directory"):
+        Replay().advance(tmp_path / "events.log", 1)
+
+
+async def test_who_reads_before_the_job_is_known_waits_and_learns_if_it_never_is() -> None:
+    replay = Replay()
+    waiting = [asyncio.create_task(coroutine) for coroutine in (replay.begun(), seqs(replay.join()))]
+    await asyncio.sleep(0)
+    replay.end(PhaseError("unknown"))
+    for task in waiting:
+        with pytest.raises(PhaseError, match="unknown"):
+            await task
 
 
 CLIP = ("progress", "init", "progress", 1, "progress", -1, 2, "progress", 2, 4, "end", "progress")
@@ -130,20 +163,20 @@ def clip_event(seq: int, kind: str | int) -> video_pb2.Event:
     return made
 
 
-def clip_log(path: Path, kinds: tuple[str | int, ...] = CLIP) -> JobLog:
-    log = JobLog(path / "events.log")
+def clip_job(path: Path, kinds: tuple[str | int, ...] = CLIP) -> Job:
+    job = Job(path)
     for seq, kind in enumerate(("accepted", *kinds)):
-        log.append(clip_event(seq, kind))
-    return log
+        job.append(clip_event(seq, kind))
+    return job
 
 
 @pytest.mark.parametrize(
     ("from_chunk", "start"), [(0, 4), (1, 4), (2, 7), (3, 10), (4, 10), (5, 11), (None, 10)], ids=str
 )
 async def test_a_late_viewer_starts_at_a_keyframe(tmp_path: Path, from_chunk: int | None, start: int) -> None:
-    log = clip_log(tmp_path)
-    log.close(None)
-    assert [e.seq async for e in log.join(from_chunk)] == [0, 2, *range(start, 13)]
+    job = clip_job(tmp_path)
+    job.replay.end(None)
+    assert await seqs(job.replay.join(from_chunk)) == [0, 2, *range(start, 13)]
 
 
 @pytest.mark.parametrize(
@@ -159,42 +192,38 @@ async def test_a_late_viewer_starts_at_a_keyframe(tmp_path: Path, from_chunk: in
 async def test_an_early_viewer_waits_for_where_it_starts(
     tmp_path: Path, from_chunk: int | None, seen: list[int]
 ) -> None:
-    log = clip_log(tmp_path, ())
-    viewer = asyncio.create_task(joined(log, from_chunk))
+    job = clip_job(tmp_path, ())
+    viewer = asyncio.create_task(seqs(job.replay.join(from_chunk)))
     for seq, kind in enumerate(CLIP, start=1):
         await asyncio.sleep(0)
-        log.append(clip_event(seq, kind))
-    log.close(None)
-    assert [e.seq for e in await viewer] == seen
+        job.append(clip_event(seq, kind))
+    job.replay.end(None)
+    assert await viewer == seen
 
 
 async def test_the_init_segment_is_told_before_its_chunk_has_come(tmp_path: Path) -> None:
-    log = clip_log(tmp_path, CLIP[:4])
-    viewer = log.join(4)
-    assert [(await anext(viewer)).seq for _ in range(2)] == [0, 2]
+    job = clip_job(tmp_path, CLIP[:4])
+    viewer = job.replay.join(4)
+    assert [sent(await anext(viewer)).seq for _ in range(2)] == [0, 2]
     waiting = asyncio.ensure_future(anext(viewer))
     await asyncio.sleep(0)
     assert not waiting.done()
     for seq, kind in enumerate(CLIP[4:], start=5):
-        log.append(clip_event(seq, kind))
-    assert (await waiting).seq == 10
+        job.append(clip_event(seq, kind))
+    assert sent(await waiting).seq == 10
 
 
 async def test_a_viewer_whose_chunk_never_comes_learns_why(tmp_path: Path) -> None:
-    log = clip_log(tmp_path, CLIP[:6])
-    viewer = log.join(4)
-    assert [(await anext(viewer)).seq for _ in range(2)] == [0, 2]
-    log.close(PhaseError("broken"))
+    job = clip_job(tmp_path, CLIP[:6])
+    viewer = job.replay.join(4)
+    assert [sent(await anext(viewer)).seq for _ in range(2)] == [0, 2]
+    job.replay.end(PhaseError("broken"))
     with pytest.raises(PhaseError, match="broken"):
         await anext(viewer)
 
 
 async def test_a_job_without_media_still_shows_its_end(tmp_path: Path) -> None:
-    log = clip_log(tmp_path, ("progress", "end", "progress"))
-    log.close(None)
+    job = clip_job(tmp_path, ("progress", "end", "progress"))
+    job.replay.end(None)
     for from_chunk in (0, None):
-        assert [e.seq for e in await joined(log, from_chunk)] == [0, 2, 3]
-
-
-async def joined(log: JobLog, from_chunk: int | None) -> list[video_pb2.Event]:
-    return [e async for e in log.join(from_chunk)]
+        assert await seqs(job.replay.join(from_chunk)) == [0, 2, 3]

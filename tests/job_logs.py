@@ -1,0 +1,16 @@
+"""What a job has logged, for tests that look into it."""
+
+from __future__ import annotations
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from h3stream.v1 import video_pb2
+from orchestrator.job_log import JobLog
+
+
+def read_log(log: JobLog) -> list[video_pb2.Event]:
+    """The events in the file of a job: fields that a message without any does not know."""
+    fields = UnknownFieldSet(Empty.FromString(log.path.read_bytes()))
+    assert {field.field_number for field in fields} <= {1}
+    return [video_pb2.Event.FromString(field.data) for field in fields]
