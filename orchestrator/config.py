@@ -22,7 +22,7 @@ from services.checkpoints.components import FOLDERS, Part
 from services.common.config import AdapterSource
 from services.common.device import check_device
 from services.common.listen import check_tcp_address
-from services.common.options import ADAPTER_SEPARATOR, add_flags, parse_values
+from services.common.options import add_flags, parse_values, texts_of, told
 from services.dit.config import DEFAULT_SHARED_CACHE_BYTES, check_dit_layout
 
 log = logging.getLogger(__name__)
@@ -128,9 +128,11 @@ class Settings:
 
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        texts = {**values, "adapter": ADAPTER_SEPARATOR.join(map(str, self.adapter)) or None}
-        return {name: str(value) for name, value in texts.items() if value is not None}
+        return texts_of(self)
+
+    def __str__(self) -> str:
+        """The settings for a log."""
+        return told(self)
 
     def _check_files(self) -> None:
         if self.model is None:

@@ -127,6 +127,7 @@ class RayLane:
             await asyncio.wait_for(self._group.ready(), PLACEMENT_TIMEOUT_S)
         except TimeoutError:
             raise StartupError(f"lane {self._index}: no free {resource} within {PLACEMENT_TIMEOUT_S:.0f} s") from None
+        log.info("lane %d: loading the model", self._index)
         share: dict[str, Any] = {"num_gpus": SHARE} if resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
         actor_class = ray.remote(WorkerActor)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)

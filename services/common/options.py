@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,19 @@ def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, An
     """
     kinds = {field.name: str(field.type) for field in dataclasses.fields(settings)}
     return {name: _parse(name, kinds[name], value) for name, value in values.items()}
+
+
+def texts_of(settings: Any) -> dict[str, str]:
+    """The values of a settings dataclass by name, as their flags take them; those that are not set are left out."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    texts = {name: ADAPTER_SEPARATOR.join(map(str, value)) if value != () else None
+             for name, value in values.items() if isinstance(value, tuple)}  # fmt: skip
+    return {name: str(value) for name, value in {**values, **texts}.items() if value is not None}
+
+
+def told(settings: Any) -> str:
+    """The values of a settings dataclass for a log: name=value, quoted where a shell would need it."""
+    return " ".join(f"{name}={shlex.quote(text)}" for name, text in texts_of(settings).items())
 
 
 def option_help(settings: type[Any]) -> dict[str, str]:

@@ -185,3 +185,8 @@ async def test_a_server_whose_ray_ends_with_it_stops_all_the_same(tiny_model: Pa
         while any(alive(pid) for pid in below):
             await asyncio.sleep(0.1)
     assert "Traceback" not in server.log.read_text()
+
+
+def test_the_log_tells_the_start_in_order(server: Server) -> None:
+    log = server.log.read_text()
+    assert log.index("settings: ") < log.index("lane 0: loading the model") < log.index("lane 0 is up")
