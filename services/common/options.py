@@ -53,9 +53,7 @@ def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, An
 def texts_of(settings: Any) -> dict[str, str]:
     """The values of a settings dataclass by name, as their flags take them; those that are not set are left out."""
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    texts = {name: ADAPTER_SEPARATOR.join(map(str, value)) if value != () else None
-             for name, value in values.items() if isinstance(value, tuple)}  # fmt: skip
-    return {name: str(value) for name, value in {**values, **texts}.items() if value is not None}
+    return {name: _text(value) for name, value in values.items() if value is not None and value != ()}
 
 
 def told(settings: Any) -> str:
@@ -74,6 +72,10 @@ def option_help(settings: type[Any]) -> dict[str, str]:
         for field in dataclasses.fields(settings)
         if field.name in docs
     }
+
+
+def _text(value: Any) -> str:
+    return ADAPTER_SEPARATOR.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _parse(name: str, kind: str, value: Any) -> Any:

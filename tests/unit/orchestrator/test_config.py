@@ -83,6 +83,7 @@ def test_settings_are_told_as_texts_and_those_that_are_not_set_not_at_all(tmp_pa
     sources = (AdapterSource("a", tmp_path / "a", 0.5), AdapterSource("b", tmp_path / "a"))
     told = dataclasses.replace(settings, adapter=sources).public()
     assert told["adapter"] == f"a={tmp_path / 'a'}:0.5;b={tmp_path / 'a'}"
+    assert str(settings).startswith(f"data={tmp_path} model={tmp_path} dit_layout=auto allow_partial_adapters=False ")
 
 
 def test_an_unknown_setting_in_the_file_is_refused_by_name(tmp_path: Path) -> None:
