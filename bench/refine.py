@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.cache_policy import bytes_per_row, gib
+from core.budget import gib
+from core.cache_policy import bytes_per_row
 from core.latents_file import latent_shapes
 from core.request import clip_violations
 from h3stream.refine import FrozenCacheSpec, RefineSpec

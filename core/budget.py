@@ -25,6 +25,7 @@ from core.geometry import (
 from core.request import ClipValues
 from core.retention import retained_entries
 
+GIB = 1 << 30
 VIDEO_BIT_RATE = 6_000_000
 """Bits per second of the H.264 track unless a deployment says otherwise (RAVEN's rate)."""
 AAC_BIT_RATE = 128_000
@@ -135,9 +136,28 @@ class MemoryBudget:
         """What must be free on the device beside the weights."""
         return self._named + self.safety
 
+    def __str__(self) -> str:
+        """What is needed, in a sentence; terms of 0 are left out."""
+        device = (
+            (self.kv_device, "of KV cache"),
+            (self.working, "for a forward" if self.working == self.forward else "for a decode"),
+            (self.modulation, "of modulation"),
+            (self.latent_buffers, "of latents"),
+            (self.safety, "in reserve"),
+        )
+        terms = ", ".join(f"{gib(size)} {what}" for size, what in device if size)
+        on_host = f", and {gib(self.kv_host)} of KV cache on the host" if self.kv_host else ""
+        return f"about {gib(self.device_total)} on the device beside the weights ({terms}){on_host}"
+
     @property
     def _named(self) -> int:
         return self.kv_device + self.modulation + self.latent_buffers + self.working
+
+
+def gib(num_bytes: int) -> str:
+    """A size in GiB, with two digits behind the point or, if it is small, two that count."""
+    size = num_bytes / GIB
+    return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.2g} GiB"
 
 
 def kv_rows(clip: ClipValues, num_tokens: int) -> KvRows:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.budget import ModelSize
+from core.budget import GIB, ModelSize, gib
 
-GIB = 1 << 30
 PRECISIONS = ("int4", "fp8", "bf16")
 BACKENDS = ("vram", "ram", "disk")
 INT4_GROUP = 128
@@ -146,12 +145,6 @@ def choose_backend(requested: str, room: CacheRoom) -> Choice:
         f"disk, which is not allowed, every build would write all {gib(room.cache_bytes)}. What would do: allow_disk; "
         f"{_smaller(room)}; or no cache, which is slower and exact"
     )
-
-
-def gib(num_bytes: int) -> str:
-    """A size in GiB, with two digits behind the point or, if it is small, two that count."""
-    size = num_bytes / GIB
-    return f"{size:.2f} GiB" if size >= 0.1 or size == 0 else f"{size:.2g} GiB"
 
 
 def _device_sum(room: CacheRoom) -> str:

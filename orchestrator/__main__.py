@@ -99,6 +99,8 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray would start workers at niceness 15, so that on a host without a GPU viewers came before the job.
+    environment.setdefault("RAY_worker_niceness", "0")
 
 
 async def serve_lanes(

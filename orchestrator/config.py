@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import logging
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,16 @@ from h3stream.errors import ConfigError
 from h3stream.request import PreviewSpec
 from services.checkpoints.components import FOLDERS, Part
 from services.common.config import AdapterSource
+from services.common.device import check_device
 from services.common.listen import check_tcp_address
-from services.common.options import ADAPTER_SEPARATOR, add_flags, parse_values
+from services.common.options import add_flags, parse_values, texts_of, told
 from services.dit.config import DEFAULT_SHARED_CACHE_BYTES, check_dit_layout
 
+log = logging.getLogger(__name__)
+
 ENVIRONMENT_PREFIX = "H3STREAM_"
+CLIENT_VARIABLES = ("H3STREAM_SERVER",)
+"""Variables with that prefix which only the command line of the client reads."""
 WORKER_TRANSPORTS = ("unix", "tcp")
 
 
@@ -93,6 +101,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_files()
+        check_device(self.device)
         _at_least("shared_cache_bytes", self.shared_cache_bytes, 0)
         _at_least("threads", self.threads, 0)
         _at_least("lanes", self.lanes, 1)
@@ -119,9 +128,11 @@ class Settings:
 
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        texts = {**values, "adapter": ADAPTER_SEPARATOR.join(map(str, self.adapter)) or None}
-        return {name: str(value) for name, value in texts.items() if value is not None}
+        return texts_of(self)
+
+    def __str__(self) -> str:
+        """The settings for a log."""
+        return told(self)
 
     def _check_files(self) -> None:
         if self.model is None:
@@ -141,7 +152,8 @@ class Settings:
 def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, argparse.Namespace]:
     """Settings from the environment, the file named by --config and the flags, the later winning.
 
-    Returns them with the parsed flags, which also hold what is no setting. Raises ConfigError for anything unknown.
+    Returns them with the parsed flags, which also hold what is no setting. A variable that is no setting is told in the
+    log. Raises ConfigError, naming where a value comes from, for anything else unknown and for values that cannot be.
     """
     parser = argparse.ArgumentParser(
         prog="h3stream serve",
@@ -158,14 +170,38 @@ def load_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> t
 
     data_home = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local/share")
     values: dict[str, Any] = {"data": data_home / "h3stream"}
-    names = [field.name for field in dataclasses.fields(Settings)]
-    for name in names:
-        if (text := environment.get(ENVIRONMENT_PREFIX + name.upper())) is not None:
-            values[name] = text
+    origins: dict[str, str] = {}
+    variables = {ENVIRONMENT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Settings)}
+    _tell_unknown(environment, variables)
+    for variable, name in variables.items():
+        if variable in environment:
+            values[name], origins[name] = environment[variable], variable
     if flags.config is not None:
-        values.update(_read_file(flags.config, names))
-    values.update({name: value for name in names if (value := getattr(flags, name)) is not None})
-    return Settings(**parse_values(Settings, values)), flags
+        in_file = _read_file(flags.config, list(variables.values()))
+        values.update(in_file)
+        origins.update(dict.fromkeys(in_file, f"config file {flags.config}"))
+    for name in variables.values():
+        if (value := getattr(flags, name)) is not None:
+            values[name], origins[name] = value, f"--{name.replace('_', '-')}"
+    try:
+        return Settings(**parse_values(Settings, values)), flags
+    except ConfigError as error:
+        raise _with_origin(error, origins) from error
+
+
+def _tell_unknown(environment: Mapping[str, str], variables: Collection[str]) -> None:
+    """Warns of variables that look like settings and are none; what another program reads may be among them."""
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in (*variables, *CLIENT_VARIABLES):
+            (nearest,) = difflib.get_close_matches(name, variables, n=1, cutoff=0)
+            log.warning("the variable %s is no setting and changes nothing; the nearest one is %s", name, nearest)
+
+
+def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """The error with where its value comes from; what is said of a setting begins with the setting's name."""
+    found = re.match(r"\w+", str(error))
+    origin = origins.get(found.group()) if found is not None else None
+    return error if origin is None else ConfigError(f"{origin}: {error}")
 
 
 def _read_file(path: Path, known: Sequence[str]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Edge:
     async def _submitted(self, submission: Any, context: Any) -> AsyncIterator[bytes]:
         """The events of a job that is being submitted.
 
-        submission: the call to the core; open for as long as the caller is there, for a job that must not go on without.
+        submission: the call to the core; open while the caller is there, for a job that must not go on without.
         """
         try:
             async with _core_errors(context):

@@ -6,10 +6,16 @@ Ray reads its environment when it is imported, so `orchestrator/__main__.py` set
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import re
-from collections.abc import Mapping
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +41,12 @@ SHARE = 0.3
 PLACEMENT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 600.0
 """Reading the weights of the full model from disk takes minutes."""
+STOP_TIMEOUT_S = 10.0
+"""How long workers may take to end by themselves."""
+GONE_GRACE_S = 3.0
+"""How long a call of Ray's goes on once Ray has ended: what ends Ray still tidies up, all others wait in vain."""
+LOOK_S = 0.2
+"""From one look at whether Ray is still there to the next."""
 
 PACKAGES: dict[Worker, str] = {worker: f"services.{worker.value}" for worker in Worker}
 
@@ -46,12 +58,16 @@ class RayCluster:
         """runtime_directory: Ray's sockets and logs go there; its path must be short."""
         self._settings = settings
         self._runtime_directory = runtime_directory
+        self._is_starting = False
+        self._address = ""
 
     def start(self) -> None:
         """Starts Ray. Raises StartupError if it does not come up.
 
         Blocks, and must come before any gRPC in this process: Ray forks, and a fork under gRPC's threads can hang.
         """
+        os.register_at_fork(after_in_child=self._leave_group)
+        self._is_starting = True
         try:
             ray.init(
                 address="local",  # never a cluster that the environment names: its GPUs are not ours to take
@@ -66,10 +82,19 @@ class RayCluster:
             )
         except Exception as error:
             raise StartupError(f"Ray did not start: {error}") from error
+        finally:
+            self._is_starting = False
+        self._address = ray.get_runtime_context().gcs_address
 
     def stop(self) -> None:
-        """Stops Ray and every actor on it."""
-        ray.shutdown()
+        """Stops Ray and every actor on it; what it does not stop ends with this process."""
+        if not _finishes(ray.shutdown, self._address):
+            atexit.unregister(ray.shutdown)  # it would be run again when this process ends
+
+    def _leave_group(self) -> None:
+        """In a process that Ray begins with: a signal to the server's group is the server's to handle, which drains."""
+        if self._is_starting:
+            os.setpgrp()
 
 
 class RayLane:
@@ -84,7 +109,9 @@ class RayLane:
         self._starts = 0
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._is_up = False
+        self._pids: tuple[int, ...] = ()
+        """Of the workers, once they are up."""
+        self._ray_address = ""
 
     async def start(self) -> Mapping[Worker, str]:
         """Starts the three actors and their servers; returns the address of each.
@@ -92,6 +119,7 @@ class RayLane:
         Raises StartupError with the worker's own message if one cannot be built, or if there is no free GPU.
         """
         self._starts += 1
+        self._ray_address = ray.get_runtime_context().gcs_address
         resource = "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
         # One bundle with a whole GPU, shared by the three, pins them to the same one.
         self._group = placement_group([{resource: 1}])
@@ -99,6 +127,7 @@ class RayLane:
             await asyncio.wait_for(self._group.ready(), PLACEMENT_TIMEOUT_S)
         except TimeoutError:
             raise StartupError(f"lane {self._index}: no free {resource} within {PLACEMENT_TIMEOUT_S:.0f} s") from None
+        log.info("lane %d: loading the model", self._index)
         share: dict[str, Any] = {"num_gpus": SHARE} if resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
         actor_class = ray.remote(WorkerActor)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
@@ -112,29 +141,38 @@ class RayLane:
         try:
             # Not wait_for, which leaves the exception of a cancelled gather to nobody, who then logs it.
             async with asyncio.timeout(START_TIMEOUT_S):
-                addresses = await asyncio.gather(*started)
+                addresses, self._pids = zip(*await asyncio.gather(*started), strict=True)
         except ray.exceptions.RayError as error:
             raise StartupError(f"lane {self._index}: {_cause(error)}") from error
         except TimeoutError:
             raise StartupError(f"lane {self._index}: not started within {START_TIMEOUT_S:.0f} s") from None
-        self._is_up = True
-        log.info("lane %d is up on one %s: %s", self._index, resource, addresses)
+        log.info("lane %d is up on one %s: %s", self._index, resource, ", ".join(addresses))
         return dict(zip(self._configs(), addresses, strict=True))
 
     async def stop(self) -> None:
         """Ends the actors, by force if they do not end by themselves, and gives the GPU back."""
         actors, self._actors = self._actors, []
-        was_up, self._is_up = self._is_up, False
-        if was_up:  # one that is still reading its weights answers only when it has them
-            try:
-                await asyncio.wait_for(asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True), 10.0)
-            except TimeoutError:
+        pids, self._pids = self._pids, ()
+        group, self._group = self._group, None
+        if pids:  # one that is still reading its weights answers only when it has them
+            stopping = asyncio.gather(*(actor.stop.remote() for actor in actors), return_exceptions=True)
+            ending = asyncio.create_task(_until_gone(self._ray_address))
+            await asyncio.wait((stopping, ending), timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.cancel():
+                log.warning("lane %d: Ray has ended before its workers", self._index)
+            elif not stopping.done():
                 log.warning("lane %d: workers did not stop in time", self._index)
-        for actor in actors:
-            ray.kill(actor)
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+
+        def kill() -> None:
+            for actor in actors:
+                ray.kill(actor)
+            if group is not None:
+                remove_placement_group(group)
+
+        if not _finishes(kill, self._ray_address):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _configs(self) -> dict[Worker, WorkerConfig]:
         settings = self._settings
@@ -173,6 +211,46 @@ class RayLane:
             return "127.0.0.1:0"
         # A fresh name per start: the socket file of a killed worker may still be there.
         return f"unix:{self._sockets}/{self._index}-{worker.value}-{self._starts}.sock"
+
+
+def _is_gone(address: str) -> bool:
+    """Whether Ray, which listens there, has ended: a signal to all processes of a service ends it with the server."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return True
+    return False
+
+
+async def _until_gone(address: str) -> None:
+    while not _is_gone(address):
+        await asyncio.sleep(LOOK_S)
+
+
+def _finishes(work: Callable[[], None], address: str) -> bool:
+    """Runs a call of Ray's and raises what it raises; False if it does not return because Ray has ended.
+
+    Such a call waits for Ray to come back, and after a minute ends this process.
+    """
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive() and not _is_gone(address):
+        thread.join(LOOK_S)
+    thread.join(GONE_GRACE_S)
+    if outcome.done():
+        outcome.result()
+    return outcome.done()
 
 
 def _cause(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from h3stream.events import (
     StreamComplete,
     Timings,
 )
-from h3stream.job import Job, JobState, RemovedArtifact
+from h3stream.job import Job, JobState, RemovedArtifact, ServerInfo
 from h3stream.refine import RefineSpec
 from h3stream.request import GenerateRequest
 from h3stream.v1 import video_pb2, video_pb2_grpc
@@ -142,6 +142,8 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
     """Whether an encoder works."""
     refuse_with: GenerationError | None = None
     """Raised by Generate, at once."""
+    info: ServerInfo = SERVER_INFO
+    """What is told of the server."""
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     num_attached: int = 0
     """Readers there are now."""
@@ -204,7 +206,7 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         return video_pb2.GetJobResponse(job=self._to_proto(self._job(request.job_id)))
 
     async def GetServerInfo(self, request: Any, context: Any) -> video_pb2.GetServerInfoResponse:
-        return codec.server_info_to_proto(SERVER_INFO)
+        return codec.server_info_to_proto(self.info)
 
     async def DownloadArtifact(self, request: Any, context: Any) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
         job = self._job(request.job_id)

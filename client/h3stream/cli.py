@@ -267,7 +267,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "source", metavar="SOURCE", help=f"a job that has ended, or a latents file, which ends in {LATENTS_SUFFIX}"
     )
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write the refined clip to")
+    command.add_argument(
+        "-o", "--output", required=True, type=output_path, metavar="FILE", help="file to write the refined clip to"
+    )
     command.add_argument("--prompt", metavar="PROMPT", help="what the clip of a latents file was made with")
     _add_server_arguments(command)
     _add_disconnect_argument(command)

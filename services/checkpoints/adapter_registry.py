@@ -221,10 +221,11 @@ def _with_streaming(headers: tuple[AdapterHeader, ...]) -> tuple[AdapterHeader, 
     candidates = [header for header in headers if header.format == RAVEN.name]
     named = [header for header in candidates if header.name == STREAMING_NAME]
     if len(candidates) > 1 and not named:
-        listed = ", ".join(str(header.path) for header in candidates)
+        listed = ", ".join(f"{header.name}={header.path}" for header in candidates)
         raise ConfigError(
-            f"{len(candidates)} adapters can be the one that streaming uses: {listed}; name one with "
-            f"--adapter {STREAMING_NAME}=PATH"
+            f"{len(candidates)} adapters can be the one that streaming uses: {listed}; give one of them the name "
+            f"{STREAMING_NAME} (--adapter {STREAMING_NAME}=PATH), or give one alone. A file that is given takes the "
+            "place of the same file in the model directory, whatever its name there"
         )
     chosen = next(iter(named or candidates), None)
     return tuple(replace(header, is_streaming=header is chosen) for header in headers)

@@ -183,8 +183,10 @@ def check_model(
         open_text_encoder(paths["text_encoder"])
     with _noted(found):
         check_tokenizer(paths["tokenizer"])
+    if len(found) == 1:
+        raise CheckpointError(found[0])
     if found:
-        raise CheckpointError("\n".join(found))
+        raise CheckpointError("\n- ".join((f"{len(found)} things are wrong with the model's files:", *found)))
 
 
 @contextmanager

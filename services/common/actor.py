@@ -6,6 +6,7 @@ Nothing else crosses Ray.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from services.common.config import WorkerConfig
@@ -24,8 +25,10 @@ class WorkerActor:
         self._config = config
         self._process: WorkerProcess | None = None
 
-    async def start(self, address: str) -> str:
-        """Builds the worker and serves on `address`; returns the address to dial. Raises StartupError.
+    async def start(self, address: str) -> tuple[str, int]:
+        """Builds the worker and serves on `address`; returns the address to dial and the process's id.
+
+        Raises StartupError.
 
         Not built when the actor is made: of what that raises, Ray prints the traceback on the server's log.
         """
@@ -33,7 +36,7 @@ class WorkerActor:
         from services.common.process import WorkerProcess
 
         self._process = WorkerProcess(self._package, self._config)
-        return await self._process.start(address)
+        return await self._process.start(address), os.getpid()
 
     async def ping(self) -> bool:
         """Answers as long as the process and its event loop live."""

@@ -82,7 +82,7 @@ class WorkerConfig:
     """CPU threads of torch; 0 leaves torch's own choice, one per core."""
     ledger: Path | None = None
     """File in which the workers of a lane record what is on the device; it also carries the lock that keeps two of them
-    from holding it at once. None: this worker has the device to itself."""
+    from holding it at once. Without it this worker has the device to itself."""
 
     def __post_init__(self) -> None:
         if self.model_directory is not None and not self.model_directory.is_dir():

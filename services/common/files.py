@@ -42,6 +42,8 @@ def write_whole(path: Path, data: bytes) -> tuple[int, str]:
 def remove(path: Path) -> None:
     """Removes a file if it is there. One that cannot be removed stays, which is logged: nothing is raised."""
     try:
-        path.unlink(missing_ok=True)
+        path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         log.warning("%s cannot be removed: %s", path, error.strerror)

@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,6 +50,17 @@ def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, An
     return {name: _parse(name, kinds[name], value) for name, value in values.items()}
 
 
+def texts_of(settings: Any) -> dict[str, str]:
+    """The values of a settings dataclass by name, as their flags take them; those that are not set are left out."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {name: _text(value) for name, value in values.items() if value is not None and value != ()}
+
+
+def told(settings: Any) -> str:
+    """The values of a settings dataclass for a log: name=value, quoted where a shell would need it."""
+    return " ".join(f"{name}={shlex.quote(text)}" for name, text in texts_of(settings).items())
+
+
 def option_help(settings: type[Any]) -> dict[str, str]:
     """For each field of a settings dataclass, inherited ones included, its docstring and its default.
 
@@ -60,6 +72,10 @@ def option_help(settings: type[Any]) -> dict[str, str]:
         for field in dataclasses.fields(settings)
         if field.name in docs
     }
+
+
+def _text(value: Any) -> str:
+    return ADAPTER_SEPARATOR.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _parse(name: str, kind: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
 from services.common.config import WorkerConfig
 from services.common.listen import check_tcp_address
-from services.common.options import add_flags, parse_values
+from services.common.options import add_flags, parse_values, told
 from services.common.rpc import RpcServer
 from services.common.worker import ServedWorker, WorkerServicer
 
@@ -80,7 +80,7 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
 
 
 async def _serve(package: str, config: WorkerConfig, listen: str) -> None:
-    logging.getLogger(package).info("settings: %s", config)
+    logging.getLogger(package).info("settings: %s", told(config))
     process = WorkerProcess(package, config)
     address = await process.start(listen)
     print(f"listening on {address}", flush=True)

@@ -34,7 +34,7 @@ class DitConfig(WorkerConfig):
     """Take adapters of which some modules are not in the DiT, with a warning; without it they are refused."""
     frozen_caches: Path | None = None
     """Directory for frozen caches on disk, which requests must allow; what processes that are gone have left of them
-    there is removed at the start. None: there are none on disk."""
+    there is removed at the start. Without it there are none on disk."""
     shared_cache_bytes: int = DEFAULT_SHARED_CACHE_BYTES
     """Bytes that frozen caches which refinements share may take between two of them, in host memory or on disk; the
     least recently used is freed first. 0 keeps none."""

@@ -116,7 +116,7 @@ class DitWorker:
             self.weights.require()
             poll(cancelled)
             budget = memory_budget(clip, len(context), self._model.size, decode_bytes=0)
-            log.info("session %s needs about %d bytes beside the weights: %s", session_id, budget.device_total, budget)
+            log.info("session %s needs %s", session_id, budget)
             with _out_of_memory(f"opening a session of about {budget.device_total} bytes"):
                 opened = self._start(clip, mix, context, token_tags)
             self._sessions[session_id] = opened

@@ -22,7 +22,7 @@ class VaeConfig(WorkerConfig):
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average and at most over the encoder's buffer."""
     video_encoder: str | None = None
-    """Name of the only H.264 encoder to use; None takes the first that works here."""
+    """Name of the only H.264 encoder to use; without it, the first that works here."""
     video_vae: Path | None = None
     """File or folder of the video VAE in any published layout, in place of the model directory's."""
     audio_vae: Path | None = None

@@ -26,7 +26,6 @@ FLAGS = (
     "--disable-sync",
     "--hide-scrollbars",
     "--mute-audio",
-    "--remote-debugging-pipe",
 )
 AUTOPLAY = "--autoplay-policy=no-user-gesture-required"
 NO_AUTOPLAY = "--autoplay-policy=document-user-activation-required"
@@ -141,7 +140,8 @@ async def browser(profile: Path, autoplay: str = AUTOPLAY) -> AsyncIterator[Page
     # Chromium reads commands from descriptor 3 and answers on 4, whatever numbers they have here.
     shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
     process = await asyncio.create_subprocess_exec(
-        "bash", "-c", shell, "bash", program(), *FLAGS, autoplay, f"--user-data-dir={profile}",
+        "bash", "-c", shell, "bash", program(), *FLAGS, "--remote-debugging-pipe", autoplay,
+        f"--user-data-dir={profile}",
         pass_fds=(theirs_in, theirs_out), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     os.close(theirs_in)

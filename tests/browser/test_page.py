@@ -6,12 +6,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from h3stream.refine import RefineSpec
 from tests.browser.chromium import AUTOPLAY, NO_AUTOPLAY, Page, browser
+from tests.fakes import ADAPTERS, SERVER_INFO, plan_of
 from tests.web_service import LiveService, running_gateway, serve_live
 
 COUNTER = """
@@ -159,6 +161,7 @@ async def test_a_clip_plays_while_the_rest_is_sampled(opened: Opener, service: L
         await snap(page, "3-playing")
         service.allow(99)
         await page.until(f"{ENDED} && artifacts.childElementCount === 4")
+        assert "51 of 73 frames were here before the last chunk was sampled" in await page.run("facts.textContent")
         names = await page.run("[...artifacts.querySelectorAll('a')].map((link) => link.textContent)")
         assert names == ["final.mp4", "stream.mp4", "latents.safetensors"]
         # Played to the end, the clip is the finished file and nothing of the stream is left.
@@ -225,6 +228,71 @@ async def test_a_reload_finds_the_clip_again(opened: Opener, service: LiveServic
         assert await page.run("cancel.hidden && !generate.disabled")
 
 
+async def test_a_reload_finds_what_the_clip_was_asked_for_with(opened: Opener, service: LiveService) -> None:
+    seed = 2**64 - 1  # more digits than a number of JavaScript has
+    async with opened() as page:
+        before = await page.run("[...new FormData(form)].join()")
+        await page.run(
+            f"""seed.value = '{seed}'; stills.checked = false; refine_audio.checked = true;
+            document.querySelector('[name=mode][value=dense]').click();
+            document.querySelector('#adapter-list [type=checkbox]').click();
+            document.querySelector('#adapter-list [type=number]').value = '0.5'"""
+        )
+        await start(page, 22)
+        await page.until(f"{ENDED} && facts.textContent.includes('Seed {seed},')")
+        assert service.jobs["job-0"].request.seed == seed
+        assert await page.run("caption.textContent") == "an evening sun"
+        held = await page.run("JSON.stringify([...new FormData(form)])")
+        await page.run("window.isOld = true")
+        await page.call("Page.reload")
+        await page.until(f"!window.isOld && {ENDED} && caption.textContent === 'an evening sun'")
+        assert await page.run("[...new FormData(form)].join()") != before
+        # Steps that the adapter chose are told as the number they are.
+        assert await page.run("JSON.stringify([...new FormData(form)])") == held.replace('"steps",""', '"steps","5"')
+        assert await page.run("!stills.checked && refine_audio.checked")
+        assert await page.run("document.querySelector('#adapter-list [type=checkbox]').checked")
+        assert await page.run("document.querySelector('#adapter-list [type=number]').value") == "0.5"
+        await page.run("form.requestSubmit()")
+        await page.until(f"location.hash === '#job=job-1' && {ENDED}")
+        first, second = (plan_of(service.jobs[name].request) for name in ("job-0", "job-1"))
+        assert first == second
+        # A clip that was asked for elsewhere has its settings, and no prompt.
+        await page.run("localStorage.clear(); location.hash = '#job=job-0'")
+        await page.until("caption.textContent === '' && document.getElementById('prompt').value === ''")
+        await page.run("location.hash = '#job=job-1'")
+
+
+async def test_a_server_without_the_streaming_adapter_is_offered_for_dense_clips(
+    opened: Opener, service: LiveService
+) -> None:
+    turbo = ADAPTERS[1]
+    service.info = replace(SERVER_INFO, adapters=(turbo, replace(turbo, name="style")))
+    async with opened() as page:
+        await page.run("more.open = true")
+        modes = (
+            "[...document.querySelectorAll('[name=mode]')].map((radio) => [radio.value, radio.checked, radio.disabled])"
+        )
+        assert await page.run(modes) == [["streaming", False, True], ["dense", True, False]]
+        assert "no streaming adapter" in await page.run("document.getElementById('mode-hint').innerText")
+        assert await page.run("steps.placeholder") == "5"
+        strengths = "[...document.querySelectorAll('#adapter-list [type=number]')]"
+        above, below = await page.run(f"{strengths}.map((input) => input.getBoundingClientRect().toJSON())")
+        assert below["top"] - above["bottom"] >= 6
+        await snap(page, "11-dense-only")
+        await start(page, 22)
+        await page.until(ENDED)
+        assert service.jobs["job-0"].request.mode == "dense"
+
+
+async def test_without_a_server_nothing_can_be_asked_for(tmp_path: Path) -> None:
+    async with running_gateway("127.0.0.1:1") as gateway, browser(tmp_path / "profile") as page:
+        await page.go(f"http://{gateway}/")
+        await page.until("server.textContent.startsWith('Waiting for the server')")
+        assert await page.run("generate.disabled")
+        await page.run("window.fetch = () => { throw new Error('asked'); }; form.requestSubmit()")
+        assert await page.run("document.getElementById('form-error').textContent") == ""
+
+
 async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: LiveService) -> None:
     async with opened() as page:
         before = await page.listeners("#video")
@@ -239,13 +307,19 @@ async def test_a_cancelled_clip_leaves_nothing_behind(opened: Opener, service: L
         assert await page.run("counts") == {"urls": 0, "buffers": 0, "sources": 0}
         assert await page.listeners("#video") == before
         assert await page.run("!video.hasAttribute('src') && video.readyState === 0 && !generate.disabled")
-        assert await page.run("artifacts.querySelector('a').getAttribute('href')") == "api/jobs/job-0/stream.mp4"
+        assert await page.run("artifacts.querySelector('a').getAttribute('href')") == (
+            "api/jobs/job-0/stream.mp4?partial=true"
+        )
+        assert await page.run(
+            "fetch(artifacts.querySelector('a').href).then((r) => r.arrayBuffer()).then((b) => b.byteLength)"
+        )
         await snap(page, "6-cancelled")
         while service.num_attached:
             await asyncio.sleep(0.01)
         service.allow(99)
         await start(page, 22)  # and the next clip plays
         await page.until(f"{ENDED} && artifacts.childElementCount === 4")
+        assert "All 22 frames came once sampling was done" in await page.run("facts.textContent")
 
 
 LEVEL = 0.1 / 0.12
@@ -269,7 +343,10 @@ async def test_a_finished_clip_s_sound_is_refined_and_both_can_be_heard(opened: 
         service.allow_refining(99)
         await page.until("!sounds.hidden && refining.hidden")
         names = "[...artifacts.querySelectorAll('a')].map((link) => link.getAttribute('href'))"
-        assert (await page.run(names))[-2:] == [f"api/jobs/job-1/artifacts/refined.{kind}" for kind in ("mp4", "flac")]
+        # What one can watch stands first.
+        hrefs = await page.run(names)
+        assert hrefs[:2] == ["api/jobs/job-0/artifacts/final.mp4", "api/jobs/job-1/artifacts/refined.mp4"]
+        assert hrefs[-1] == "api/jobs/job-1/artifacts/refined.flac"
         # The other sound goes on where the first one was, as loud as that.
         await page.run("document.querySelector('[name=sound][value=refined]').click()")
         await page.until("video.currentSrc.endsWith('/job-1/artifacts/refined.mp4') && video.readyState > 1")
@@ -363,6 +440,12 @@ async def test_what_is_wrong_is_told_at_its_field(opened: Opener) -> None:
         await page.until("document.activeElement === num_frames && num_frames.getAttribute('aria-invalid') === 'true'")
         assert "17k + 5" in await page.run("document.getElementById('num_frames-error').textContent")
         assert not await page.run("generate.disabled")
+        await page.run("num_frames.value = '39'; seed.value = 'lucky'; form.requestSubmit()")
+        await page.until("document.activeElement === seed && document.getElementById('seed-error').textContent")
+        assert "'lucky'" in await page.run("document.getElementById('seed-error').textContent")
+        # The ring around the field, 3 pixels wide and 2 away, hides nothing of it.
+        gap = "document.getElementById('seed-error').getBoundingClientRect().top - seed.getBoundingClientRect().bottom"
+        assert await page.run(gap) >= 5
 
 
 async def test_a_browser_that_refuses_to_start_offers_a_button(opened: Opener, service: LiveService) -> None:

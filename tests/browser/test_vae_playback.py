@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.server
 import json
 import queue
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -22,21 +21,10 @@ import numpy as np
 import pytest
 
 from core.geometry import num_samples
+from tests.browser.chromium import AUTOPLAY, FLAGS, program
 from tests.unit.services.vae.harness import MuxedClip, mux_clip, mux_sound
 
 PAGE = Path(__file__).with_name("player.html")
-CHROMIUM_FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--autoplay-policy=no-user-gesture-required",
-    "--mute-audio",
-)
 IMPULSE = 12_345
 
 
@@ -86,11 +74,8 @@ def served(clip: MuxedClip, first_fragments: list[int]) -> Iterator[tuple[str, q
 
 def play(clip: MuxedClip, first_fragments: list[int], profile: Path) -> dict[str, Any]:
     """What a browser reports after playing the clip to its end, from each of these fragments."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("needs Chromium: apt-get install -y chromium")
     with served(clip, first_fragments) as (address, reports):
-        command = [program, *CHROMIUM_FLAGS, f"--user-data-dir={profile}", address]
+        command = [program(), *FLAGS, AUTOPLAY, f"--user-data-dir={profile}", address]
         browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             return reports.get(timeout=120)

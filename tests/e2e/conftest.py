@@ -38,7 +38,8 @@ class Clip:
     latents_sha256: str = ""
 
 
-def start_server(model: Path | None, directory: Path, *arguments: str) -> Server:
+def start_server(model: Path | None, directory: Path, *arguments: str, group: bool = False) -> Server:
+    """group: in a process group of its own."""
     log = directory / "server.log"
     given = [] if model is None else ["--model", str(model)]
     command = [sys.executable, "-m", "orchestrator", *given, "--listen", "127.0.0.1:0"]
@@ -48,6 +49,7 @@ def start_server(model: Path | None, directory: Path, *arguments: str) -> Server
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            process_group=0 if group else None,
         )
     give_up = threading.Timer(START_TIMEOUT_S, process.kill)
     give_up.start()
@@ -62,9 +64,9 @@ def start_server(model: Path | None, directory: Path, *arguments: str) -> Server
     pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
 
 
-def stop_server(server: Server) -> int:
+def stop_server(server: Server, timeout_s: float = 60) -> int:
     server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(60)
+    return server.process.wait(timeout_s)
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +96,13 @@ def edge_of(pid: int) -> int:
 
     (edge,) = [child.pid for child in psutil.Process(pid).children() if "orchestrator.edge" in child.cmdline()]
     return edge
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that a process has started, directly or not."""
+    import psutil
+
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 def alive(pid: int) -> bool:

@@ -23,7 +23,7 @@ from h3stream import (
 )
 from h3stream.events import PhaseChange
 from services.common.ledger import overlaps, read_ledger
-from tests.e2e.conftest import Server, alive, children, edge_of, start_server, stop_server
+from tests.e2e.conftest import Server, alive, children, descendants, edge_of, start_server, stop_server
 
 SMALL = {"num_frames": 22, "width": 64, "height": 64, "steps": 1}
 
@@ -187,3 +187,32 @@ async def test_stopping_lets_the_running_job_finish(tiny_model: Path, tmp_path: 
     assert isinstance(event, Completed)
     assert fragments == 3
     assert server.process.wait(60) == 0
+
+
+async def test_a_signal_to_the_whole_group_lets_the_running_job_finish(tiny_model: Path, tmp_path: Path) -> None:
+    """What `timeout` sends, and a shell that ends a job."""
+    server = start_server(tiny_model, tmp_path, group=True)
+    async with AsyncClient(server.address) as client:
+        async for event in client.generate("a fox in the snow", **SMALL):  # type: ignore[arg-type]
+            if isinstance(event, PhaseChange) and event.phase == "denoise" and event.chunk_index == 0:
+                os.killpg(server.process.pid, signal.SIGTERM)
+    assert isinstance(event, Completed)
+    assert server.process.wait(30) == 0
+
+
+async def test_a_server_whose_ray_ends_with_it_stops_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    """What systemd sends to every process of a service."""
+    server = start_server(tiny_model, tmp_path)
+    below = descendants(server.process.pid)
+    for pid in below:
+        os.kill(pid, signal.SIGTERM)
+    assert stop_server(server, timeout_s=30) == 0  # a call of Ray's alone would wait for a minute
+    async with asyncio.timeout(10):
+        while any(alive(pid) for pid in below):
+            await asyncio.sleep(0.1)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_the_log_tells_the_start_in_order(server: Server) -> None:
+    log = server.log.read_text()
+    assert log.index("settings: ") < log.index("lane 0: loading the model") < log.index("lane 0 is up")

@@ -205,7 +205,7 @@ async def test_the_command_lists_and_downloads(service: Service, tmp_path: Path)
     status, _, err = await run(job_id, "final.mp3", "-o", path)
     assert (status, err.split(":")[1]) == (1, " ARTIFACT_NOT_FOUND")
     status, _, err = await run(job_id, "final.mp4", "-o", str(tmp_path / "none" / "mine.mp4"))
-    assert (status, "cannot write" in err) == (1, True)
+    assert (status, "cannot write" in err) == (2, True)
 
 
 @pytest.mark.parametrize("kept_bytes", [1])

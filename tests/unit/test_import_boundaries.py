@@ -55,6 +55,7 @@ STOPS_AT = {
 WITHOUT_TORCH = (
     "services/*/config.py",
     "services/checkpoints/*",
+    "services/common/device.py",
     "services/common/files.py",
     "services/common/ledger.py",
     "services/common/listen.py",

@@ -18,6 +18,10 @@ export class ApiError extends Error {
   }
 }
 
+// A seed has up to 64 bits, more than a number holds exactly: it is a number in JSON, and text on this page.
+export const parse = (data) => JSON.parse(data.replace(/"seed":(\d+)/g, '"seed":"$1"'));
+const stringify = (value) => JSON.stringify(value).replace(/"seed":"0*(\d+)"/, '"seed":$1');
+
 export const jobUrl = (jobId) => `api/jobs/${encodeURIComponent(jobId)}`;
 
 async function call(path, options) {
@@ -33,7 +37,7 @@ async function call(path, options) {
   throw new ApiError(response.status, error ?? { reason: "HTTP_ERROR", message: `HTTP status ${response.status}` });
 }
 
-const json = async (path, options) => (await call(path, options)).json();
+const json = async (path, options) => parse(await (await call(path, options)).text());
 
 export const serverInfo = () => json("api/info");
 export const getJob = (jobId) => json(jobUrl(jobId), { signal: AbortSignal.timeout(TIMEOUT_MS) });
@@ -45,7 +49,7 @@ export const refineJob = (jobId, spec) => post(`${jobUrl(jobId)}/refine`, spec);
 // Starts a job; its id.
 async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
-  return (await json(path, { method: "POST", headers, body: JSON.stringify(body) })).job_id;
+  return (await json(path, { method: "POST", headers, body: stringify(body) })).job_id;
 }
 
 // The bytes of one event's media: tried again until they are there, the signal is given or they cannot come.

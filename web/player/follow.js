@@ -1,6 +1,6 @@
 // Follows the events of a job over any number of connections: each event once, in order, until the job has ended.
 
-import { getJob, jobUrl } from "./api.js";
+import { getJob, jobUrl, parse } from "./api.js";
 
 const NAMES = [
   "accepted", "phase_change", "progress", "preview", "init_segment", "fragment", "job_warning", "stream_complete",
@@ -80,6 +80,6 @@ export class Follower {
     if (seq !== this.#lastSeq + 1) return this.#reopen();
     this.#lastSeq = seq;
     this.#expect();
-    this.#handlers.event(name, JSON.parse(message.data));
+    this.#handlers.event(name, parse(message.data));
   }
 }

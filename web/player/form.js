@@ -6,11 +6,13 @@ const $ = (id) => document.getElementById(id);
 
 export class Form {
   #info = null;
+  #isBusy = false;
+  #awaited = null; // what is to be shown once the choices are there
 
   constructor(onSubmit) {
     $("form").addEventListener("submit", (event) => {
       event.preventDefault();
-      onSubmit();
+      if (!$("generate").disabled) onSubmit(); // the keyboard asks without the button
     });
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
@@ -36,20 +38,59 @@ export class Form {
     $("seed").value = clip.seed;
     $("adapter-list").replaceChildren(...info.adapters.filter((adapter) => !adapter.is_streaming).map(adapterRow));
     $("adapters").hidden = $("adapter-list").childElementCount === 0;
+    const canStream = info.adapters.some((adapter) => adapter.is_streaming);
+    const { mode } = $("form").elements;
+    for (const radio of mode) radio.disabled = radio.value === "streaming" && !canStream;
+    $("mode-hint").hidden = canStream;
+    if (!canStream) mode.value = "dense";
     this.#showCanvas();
     this.#showMode();
+    this.setBusy(this.#isBusy);
+    if (this.#awaited) this.restore(...this.#awaited);
+  }
+
+  // Whether a clip is being made, so that no other can be asked for; nor can any before it is known what there is.
+  setBusy(isBusy) {
+    this.#isBusy = isBusy;
+    $("generate").disabled = isBusy || !this.#info;
+  }
+
+  // Shows what a clip was asked for with.
+  restore(plan, prompt) {
+    if (!this.#info) {
+      this.#awaited = [plan, prompt];
+      return;
+    }
+    const { clip, preview, refine_audio } = plan;
+    $("prompt").value = prompt;
+    $("num_frames").value = clip.num_frames;
+    $("canvas").value = `${clip.width}x${clip.height}`;
+    if ($("canvas").value === "") $("canvas").value = "custom";
+    this.#showCanvas();
+    [$("width").value, $("height").value, $("seed").value] = [clip.width, clip.height, clip.seed];
+    for (const radio of $("form").elements.mode) if (radio.value === clip.mode && !radio.disabled) radio.checked = true;
+    this.#showMode();
+    const isUsual = clip.adapters.length === 0 && String(clip.steps) === $("steps").placeholder;
+    $("steps").value = isUsual ? "" : clip.steps;
+    for (const [box, strength] of this.#adapters()) {
+      const use = clip.adapters.find(({ name }) => name === box.value);
+      box.checked = use !== undefined;
+      strength.value = use && String(use.strength) !== strength.placeholder ? use.strength : "";
+    }
+    $("stills").checked = preview.max_side > 0;
+    $("refine_audio").checked = refine_audio !== null;
+    this.clearErrors();
   }
 
   request() {
     const { elements } = $("form");
     const request = { prompt: $("prompt").value, mode: elements.mode.value };
     // Text that is no number goes as it is: the server says what is wrong with it.
-    for (const name of ["num_frames", "width", "height", "seed", "steps"])
+    for (const name of ["num_frames", "width", "height", "steps"])
       if ($(name).value !== "") request[name] = Number($(name).value);
-    request.adapters = [...$("adapter-list").querySelectorAll("input[type=checkbox]:checked")].map((box) => {
-      const strength = box.closest(".choice").querySelector("input[type=number]").value;
-      return strength === "" ? { name: box.value } : { name: box.value, strength: Number(strength) };
-    });
+    if ($("seed").value.trim() !== "") request.seed = $("seed").value.trim();
+    request.adapters = this.#adapters().filter(([box]) => box.checked).map(([{ value: name }, { value }]) =>
+      value === "" ? { name } : { name, strength: Number(value) });
     if ($("refine_audio").checked) request.refine_audio = {};
     if (!$("stills").checked) request.preview = { max_side: 0, every_steps: 1 };
     return request;
@@ -83,6 +124,11 @@ export class Form {
   clearErrors() {
     for (const place of document.querySelectorAll("[data-error], #form-error")) place.textContent = "";
     for (const input of document.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  }
+
+  // The inputs of each adapter: whether it is used, and its strength.
+  #adapters() {
+    return [...$("adapter-list").children].map((row) => [...row.querySelectorAll("input")]);
   }
 
   #showCanvas() {

@@ -4,6 +4,7 @@ import { cancelJob, createJob, getJob, jobUrl, pause, serverInfo } from "./api.j
 import { Follower } from "./follow.js";
 import { Form } from "./form.js";
 import { Player } from "./player.js";
+import { keepPrompt, promptOf } from "./prompts.js";
 import { refinedUrl, Sound } from "./sound.js";
 import { Timeline } from "./timeline.js";
 
@@ -25,6 +26,7 @@ const REASONS = {
   failed: "This clip could not be made.",
   succeeded: "There is nothing to play: no encoder worked. What was made is in the files below.",
 };
+const FIRST_FILES = ["final.mp4", "refined.mp4"];
 const HINT = $("hint").textContent;
 const timeline = new Timeline($("timeline"));
 const form = new Form(submit);
@@ -40,11 +42,13 @@ class Session {
   #hasMoved = false;
   #isStreamed = false;
   #refineJobId;
+  #isOwn;
 
-  // refineJobId: the job that refines its sound, if it is not this one.
-  constructor(jobId, refineJobId) {
+  // refineJobId: the job that refines its sound, if it is not this one.  isOwn: the form is what it was asked for with.
+  constructor(jobId, refineJobId, isOwn) {
     this.jobId = jobId;
     this.#refineJobId = refineJobId;
+    this.#isOwn = isOwn;
     show("working");
     this.#player = this.#newPlayer();
     this.#sound = new Sound($("video"), jobId, {
@@ -87,6 +91,7 @@ class Session {
     this.#plan = plan;
     $("screen").style.setProperty("--aspect", plan.clip.width / plan.clip.height);
     timeline.begin(plan);
+    if (!this.#isOwn) form.restore(plan, promptOf(this.jobId));
     plan.warnings.forEach(notice);
     say("The job has been accepted", "");
   }
@@ -138,17 +143,20 @@ class Session {
 
   on_completed({ timings, audio_health }) {
     timeline.complete();
+    const { num_frames, seed } = this.#plan.clip;
     const before = timings.num_frames_before_sampling_end;
+    const pace = before > 0
+      ? `${before} of ${num_frames} frames were here before the last chunk was sampled.`
+      : `All ${num_frames} frames came once sampling was done.`;
     $("facts").textContent =
       `First pictures after ${timings.first_fragment_s.toFixed(1)} s, everything after ${timings.total_s.toFixed(1)} s. ` +
-      `${before} of ${this.#plan.clip.num_frames} frames left before the last chunk was sampled. ` +
-      `Seed ${this.#plan.clip.seed}, loudest sample ${audio_health.peak.toFixed(2)}.`;
+      `${pace} Seed ${seed}, loudest sample ${audio_health.peak.toFixed(2)}.`;
   }
 
   async #end({ state, error }) {
     say(ENDINGS[state] ?? state, "");
     $("detail").textContent = "";
-    $("generate").disabled = false;
+    form.setBusy(false);
     if (["cancel", "stage"].includes(document.activeElement.id)) $("generate").focus({ preventScroll: true });
     $("cancel").hidden = true;
     if (state === "failed") $("problem").textContent = error?.message ?? "The job has failed.";
@@ -175,7 +183,8 @@ class Session {
     this.#player?.finish(); // also where an encoder failed and the stream ended early
     const names = job?.artifacts.map(({ name }) => name) ?? [];
     const hasFinal = names.includes("final.mp4");
-    const url = `${jobUrl(this.jobId)}/${hasFinal ? "artifacts/final.mp4" : "stream.mp4"}`;
+    const file = hasFinal ? "artifacts/final.mp4" : "stream.mp4";
+    const url = hasFinal || this.#isStreamed ? `${jobUrl(this.jobId)}/${file}` : partialUrl(this.jobId);
     this.#sound.clip(url, hasFinal, names.includes("latents.safetensors"));
     if (names.includes("refined.mp4")) this.#sound.refined(refinedUrl(this.jobId));
     else if (this.#refineJobId) this.#sound.follow(this.#refineJobId);
@@ -213,7 +222,8 @@ class Session {
     history.replaceState(null, "", location.pathname + location.search);
     show("idle");
     $("progress").hidden = true;
-    $("generate").disabled = false;
+    $("caption").textContent = "";
+    form.setBusy(false);
     $("problem").textContent = "The server does not know this clip any more.";
   }
 
@@ -233,20 +243,22 @@ class Session {
 
 async function submit() {
   form.clearErrors();
-  $("generate").disabled = true;
+  form.setBusy(true);
   try {
-    const jobId = await createJob(form.request());
+    const request = form.request();
+    const jobId = await createJob(request);
+    keepPrompt(jobId, request.prompt);
     history.pushState(null, "", addressOf(jobId));
-    attach(jobId);
+    attach(jobId, "", true);
     $("stage").focus({ preventScroll: true }); // the button that had it is off
     if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
   } catch (error) {
-    $("generate").disabled = false;
+    form.setBusy(false);
     form.tell(error);
   }
 }
 
-function attach(jobId, refineJobId = "") {
+function attach(jobId, refineJobId = "", isOwn = false) {
   session?.close();
   for (const id of ["notices", "artifacts"]) $(id).replaceChildren();
   for (const id of ["problem", "facts", "detail"]) $(id).textContent = "";
@@ -256,9 +268,10 @@ function attach(jobId, refineJobId = "") {
   showMuted();
   $("progress").hidden = $("cancel").hidden = false;
   $("cancel").disabled = false;
-  $("generate").disabled = true;
+  $("caption").textContent = promptOf(jobId);
+  form.setBusy(true);
   say("Connecting", "");
-  session = new Session(jobId, refineJobId);
+  session = new Session(jobId, refineJobId, isOwn);
 }
 
 // What the screen shows.
@@ -297,15 +310,19 @@ function offerFiles({ job_id, artifacts, removed_artifacts }) {
 
 function offerPartial(jobId) {
   const link = item("a", "What was made until then");
-  link.href = `${jobUrl(jobId)}/stream.mp4`;
-  addFile(link, "stream.mp4");
+  link.href = partialUrl(jobId);
+  addFile(link, "not the whole clip");
   $("results").hidden = false;
 }
 
+// What one can watch stands before all else.
 function addFile(link, about) {
   const row = document.createElement("li");
   row.append(link, item("span", about, "quiet"));
-  $("artifacts").append(row);
+  const place = FIRST_FILES.indexOf(link.download ?? "");
+  row.dataset.place = place < 0 ? FIRST_FILES.length : place;
+  const next = [...$("artifacts").children].find((other) => other.dataset.place > row.dataset.place);
+  $("artifacts").insertBefore(row, next ?? null);
 }
 
 function item(kind, text, className = "") {
@@ -313,6 +330,11 @@ function item(kind, text, className = "") {
   element.textContent = text;
   element.className = className;
   return element;
+}
+
+// The stream as far as it goes: without asking for a part, one that is not whole breaks off.
+function partialUrl(jobId) {
+  return `${jobUrl(jobId)}/stream.mp4?partial=true`;
 }
 
 function size(bytes) {
@@ -376,7 +398,7 @@ $("video").addEventListener("volumechange", showMuted);
 addEventListener("hashchange", followAddress);
 addEventListener("pagehide", () => session?.close());
 addEventListener("pageshow", ({ persisted }) => {
-  if (persisted && session) attach(...jobsInAddress());
+  if (persisted && session) attach(...jobsInAddress(), true);
 });
 
 followAddress();

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from core.budget import ModelSize
-from core.cache_policy import Choice, gib, resident_bytes, staging_bytes, working_bytes
+from core.budget import ModelSize, gib
+from core.cache_policy import Choice, resident_bytes, staging_bytes, working_bytes
 from services.dit.refine.codecs import make_codec
 from services.dit.refine.frozen_cache import NUM_TENSORS, FrozenCache
 from services.dit.refine.identity import CacheContent, CacheKind

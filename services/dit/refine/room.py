@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from core.cache_policy import CacheRoom, Choice, NoRoomError, build_request, choose_backend, gib
+from core.budget import gib
+from core.cache_policy import CacheRoom, Choice, NoRoomError, build_request, choose_backend
 from h3stream.errors import DeviceMemoryError, UnsupportedError
 from h3stream.refine import FrozenCacheSpec
 from services.dit.refine.memory import available_host_bytes, free_device_bytes, resident_host_bytes

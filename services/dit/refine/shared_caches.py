@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.cache_policy import gib
+from core.budget import gib
 from services.dit.refine.frozen_cache import FrozenCache
 from services.dit.refine.identity import CacheContent, CacheKind
 

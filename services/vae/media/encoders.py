@@ -49,6 +49,9 @@ H264_ENCODERS: dict[str, dict[str, str]] = {
 }
 """Encoders in order of preference, with the options that make them stream."""
 
+_told: set[str] = set()
+"""Encoders of which this process has said why they are not the first choice: the same is true of every clip."""
+
 MAX_BUFFER_BITS = 5_000_000
 """Most bits of the encoder's rate buffer. No picture can be larger than the buffer: 625 kB, well under a message."""
 
@@ -129,7 +132,7 @@ class H264Encoder:
 
 
 def open_h264_encoder(width: int, height: int, bit_rate: int, pinned: str | None = None) -> H264Encoder:
-    """The first encoder that works for this canvas; `pinned` allows only that one. Why others do not is logged.
+    """The first encoder that works for this canvas; `pinned` allows only that one. Why others do not is logged, once.
 
     An encoder works if it gives every picture at once, honours a forced IDR picture and decodes from each of them with
     the configuration it declares: options are silently ignored by encoders that do not know them, so what counts is
@@ -145,7 +148,8 @@ def open_h264_encoder(width: int, height: int, bit_rate: int, pinned: str | None
         except MuxError as error:
             reasons.append(str(error))
             continue
-        if reasons:
+        if reasons and name not in _told:
+            _told.add(name)
             log.info("pictures of %dx%d are encoded by %s: %s", width, height, name, "; ".join(reasons))
         return encoder
     raise MuxError(f"no H.264 encoder works for {width}x{height}: {'; '.join(reasons)}")

@@ -361,6 +361,7 @@ async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(r
         (["generate", "a fox", "-o", "clip.mp4", "--model", "."], "not allowed with argument"),
         (["paint", "a fox"], "invalid choice: 'paint'"),
         (["refine", "job-0", "-o", "missing/clip.mp4"], "is no directory"),
+        (["refine", "job-0", "-o", "/dev/stdout"], "the refined clip is fetched once it is whole: give -o a file"),
         (["refine", "job-0", "-o", "-"], "the refined clip is fetched once it is whole: give -o a file"),
         (["refine", "job-0", "-o", "clip.mp4", "--range", "5"], "--range: '5' is not FROM-TO in seconds, e.g. 3-5"),
         (["refine", "job-0", "-o", "clip.mp4", "--contents", "all"], "--contents: invalid choice: 'all'"),
@@ -405,6 +406,14 @@ async def test_the_environment_names_the_server_where_no_argument_does(
     result = await finish(await start("info", cwd=tmp_path))
     assert result.status == 2
     assert "'localhost' is no address of a server; give HOST:PORT" in result.err
+
+
+def test_a_server_on_this_machine_is_the_default_of_what_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("H3STREAM_SERVER", raising=False)
+    for line in ("info", "adapters", "job J", "cancel J", "download J", "attach J -o c.mp4"):
+        assert make_parser().parse_args(line.split()).server == "127.0.0.1:50051"
+    for line in ("generate P -o c.mp4", "plan P", "refine J -o c.mp4"):
+        assert make_parser().parse_args(line.split()).server is None
 
 
 @pytest.mark.parametrize("text", ["localhost", "localhost:abc", "", "localhost:0", "http://localhost:1", "::1:5"])

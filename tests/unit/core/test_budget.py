@@ -4,12 +4,20 @@ import dataclasses
 
 import pytest
 
-from core.budget import FFN_BLOCK_ROWS, KvRows, ModelSize, expected_stream_bytes, kv_rows, memory_budget
+from core.budget import (
+    FFN_BLOCK_ROWS,
+    GIB,
+    KvRows,
+    MemoryBudget,
+    ModelSize,
+    expected_stream_bytes,
+    kv_rows,
+    memory_budget,
+)
 from core.request import ClipValues
 from h3stream.request import ClipSpec
 
 H3 = ModelSize(num_layers=50, num_heads=56, head_dim=128, hidden=5376, ffn=14_336, compute_bytes=2)
-GIB = 1 << 30
 DECODE = int(0.635 * GIB)
 CLIP = ClipSpec(
     num_frames=192,
@@ -104,6 +112,23 @@ def test_more_frames_never_need_less() -> None:
 def test_any_clip_with_the_right_values_can_be_budgeted() -> None:
     clip: ClipValues = CLIP
     assert memory_budget(clip, 1, H3, 0).device_total > 0
+
+
+def test_a_budget_is_told_in_a_sentence() -> None:
+    none = MemoryBudget(**{field.name: 0 for field in dataclasses.fields(MemoryBudget)})
+    reserve = none.safety
+    assert reserve == GIB // 2
+    assert str(none) == "about 0.50 GiB on the device beside the weights (0.50 GiB in reserve)"
+    streaming = dataclasses.replace(none, kv_host=3 * GIB, activations=GIB, decode=5 * GIB, latent_buffers=GIB // 4)
+    assert str(streaming) == (
+        "about 6.38 GiB on the device beside the weights (5.00 GiB for a decode, 0.25 GiB of latents, 1.13 GiB in "
+        "reserve), and 3.00 GiB of KV cache on the host"
+    )
+    dense = dataclasses.replace(none, kv_device=2 * GIB, activations=GIB, kv_merged=GIB, modulation=GIB)
+    assert str(dense) == (
+        "about 6.10 GiB on the device beside the weights (2.00 GiB of KV cache, 2.00 GiB for a forward, 1.00 GiB of "
+        "modulation, 1.10 GiB in reserve)"
+    )
 
 
 DENSE = dataclasses.replace(CLIP, num_frames=243, steps=50, sink=0, window=None, mode="dense")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from core.budget import ModelSize
+from core.budget import GIB, ModelSize
 from core.cache_policy import (
-    GIB,
     CacheRoom,
     DiskNotAllowedError,
     NoRoomError,

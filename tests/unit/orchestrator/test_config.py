@@ -83,6 +83,7 @@ def test_settings_are_told_as_texts_and_those_that_are_not_set_not_at_all(tmp_pa
     sources = (AdapterSource("a", tmp_path / "a", 0.5), AdapterSource("b", tmp_path / "a"))
     told = dataclasses.replace(settings, adapter=sources).public()
     assert told["adapter"] == f"a={tmp_path / 'a'}:0.5;b={tmp_path / 'a'}"
+    assert str(settings).startswith(f"data={tmp_path} model={tmp_path} dit_layout=auto allow_partial_adapters=False ")
 
 
 def test_an_unknown_setting_in_the_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -105,6 +106,8 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
         (["--threads", "many"], "threads is 'many', which is no int"),
         (["--threads", "-1"], "threads is -1; it must be at least 0"),
         (["--lanes", "0"], "lanes is 0; it must be at least 1"),
+        (["--device", "gpu"], 'device is \'gpu\'; it must be "auto", "cpu", "cuda" or "cuda:N"'),
+        (["--device", "cuda:4096"], r"device is 'cuda:4096', which is not there: the NVIDIA driver offers \d+ GPUs"),
         (["--listen", "nowhere"], "listen is 'nowhere'; it must be HOST:PORT"),
         (["--listen", "127.0.0.1:70000"], "must be HOST:PORT"),
         (["--listen", "127.0.0.1:²"], "must be HOST:PORT"),
@@ -116,6 +119,35 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_a_wrong_value_is_told_with_its_rule(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(["--model", str(tmp_path), *arguments], {})
+
+
+def test_a_wrong_value_is_told_with_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "h3stream.toml"
+    file.write_text("kept_jobs = 'x'\n")
+    model, wrong = ["--model", str(tmp_path)], "kept_jobs is 'x', which is no int"
+    for arguments, environment, origin in (
+        ([], {"H3STREAM_KEPT_JOBS": "x"}, "H3STREAM_KEPT_JOBS"),
+        (["--config", str(file)], {"H3STREAM_KEPT_JOBS": "1"}, f"config file {file}"),
+        (["--config", str(file), "--kept-jobs", "x"], {}, "--kept-jobs"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_settings([*model, *arguments], environment)
+        assert str(caught.value) == f"{origin}: {wrong}"
+    with pytest.raises(ConfigError, match=r"^H3STREAM_LANES: lanes is 0; it must be at least 1$"):
+        load_settings(model, {"H3STREAM_LANES": "0"})
+    with pytest.raises(ConfigError, match=r"^H3STREAM_PREVIEW_MAX_SIDE: preview_max_side is 7"):
+        load_settings(model, {"H3STREAM_PREVIEW_MAX_SIDE": "7"})
+
+
+def test_a_variable_that_is_no_setting_is_told_with_the_nearest_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = {"H3STREAM_KEPT_JOB": "3", "H3STREAM_SERVER": "localhost:1", "H3_THREADS": "1"}
+    settings, _ = load_settings(["--model", str(tmp_path)], environment)
+    assert settings.kept_jobs == 64
+    assert caplog.messages == [
+        "the variable H3STREAM_KEPT_JOB is no setting and changes nothing; the nearest one is H3STREAM_KEPT_JOBS"
+    ]
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1"])

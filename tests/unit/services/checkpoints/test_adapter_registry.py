@@ -171,6 +171,19 @@ def test_streaming_takes_the_only_adapter_of_ravens_format_or_the_one_called_rav
         streaming(first, AdapterSource("second", RAVEN_FILE))
 
 
+def test_one_file_under_two_names_is_told_by_both_and_with_what_became_of_the_models_own(tmp_path: Path) -> None:
+    own = tmp_path / "adapters" / "raven.safetensors"
+    own.parent.mkdir()
+    shutil.copy(RAVEN_FILE, own)
+    with pytest.raises(ConfigError) as caught:
+        read_registry((AdapterSource("a", own), AdapterSource("b", own)), tmp_path)
+    assert str(caught.value) == (
+        f"2 adapters can be the one that streaming uses: a={own}, b={own}; give one of them the name raven (--adapter "
+        "raven=PATH), or give one alone. A file that is given takes the place of the same file in the model "
+        "directory, whatever its name there"
+    )
+
+
 def test_the_schedule_of_streaming_is_its_shifts_for_any_steps() -> None:
     (header,) = read_registry((AdapterSource("raven", RAVEN_FILE),), None)
     assert (header.trained_steps, header.trained_video_shift, header.trained_audio_shift) == (None, 12, 3)

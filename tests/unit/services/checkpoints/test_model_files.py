@@ -50,10 +50,11 @@ def test_everything_that_is_wrong_with_all_files_is_told_at_once(
     parts["text_encoder"] = write_sparse(tmp_path / "something.safetensors", {"a": ((2, 2), "F32")})
     with pytest.raises(CheckpointError) as caught:
         check(parts)
-    dit, vaes, text = str(caught.value).splitlines()
+    head, dit, vaes, text = str(caught.value).splitlines()
+    assert head == "3 things are wrong with the model's files:"
     assert "minimax_h3_cut.safetensors" in dit
     assert "1 missing: blocks.7.norm1.weight" in dit
-    assert vaes.startswith("the two VAEs are swapped")
+    assert vaes.startswith("- the two VAEs are swapped")
     assert "something.safetensors is not recognised" in text
 
 

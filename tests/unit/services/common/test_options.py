@@ -10,7 +10,7 @@ import pytest
 from h3stream.errors import ConfigError
 from orchestrator.config import Settings
 from services.common.config import AdapterSource, WorkerConfig
-from services.common.options import add_flags, option_help, parse_values
+from services.common.options import add_flags, option_help, parse_values, texts_of, told
 from services.dit.config import DitConfig
 from services.text_encoder.config import TextEncoderConfig
 from services.vae.config import VaeConfig
@@ -47,6 +47,11 @@ def test_a_class_without_source_has_no_help() -> None:
 @pytest.mark.parametrize("settings", [Settings, WorkerConfig, DitConfig, TextEncoderConfig, VaeConfig])
 def test_every_setting_of_every_process_is_told(settings: type[object]) -> None:
     assert option_help(settings).keys() == {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [Settings, DitConfig, TextEncoderConfig, VaeConfig])
+def test_help_speaks_of_flags_and_of_no_value_that_none_can_give(settings: type[object]) -> None:
+    assert not [name for name, text in option_help(settings).items() if "None" in text]
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,15 @@ def test_every_setting_of_every_process_can_be_given_as_a_flag(settings: type[ob
     add_flags(parser, settings)
     fields = {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
     assert vars(parser.parse_args([])) == dict.fromkeys(fields)
+
+
+def test_settings_are_told_as_flags_take_them(tmp_path: Path) -> None:
+    path = tmp_path / "a style"
+    path.touch()
+    sources = (AdapterSource("a", path, 0.5), AdapterSource("b", path))
+    settings = Everything(a_count=2, a_path=path, adapters=sources)
+    assert texts_of(settings)["adapters"] == f"a={path}:0.5;b={path}"
+    assert told(settings) == (
+        f"a_bool=False a_count=2 a_rate=0.0 a_word='' a_path='{path}' adapters='a={path}:0.5;b={path}'"
+    )
+    assert "adapters" not in texts_of(Everything())

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from core.cache_policy import GIB
+from core.budget import GIB
 from core.latents_file import latent_shapes
 from h3stream.adapters import AdapterChoice
 from h3stream.errors import ConfigError, DeviceMemoryError, InvalidRequestError, PhaseError, UnsupportedError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.cache_policy import GIB
+from core.budget import GIB
 from services.dit.refine.memory import available_host_bytes, free_device_bytes, resident_host_bytes
 
 KIB_16_GIB = 16 << 20

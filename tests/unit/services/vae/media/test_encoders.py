@@ -135,8 +135,10 @@ def test_a_candidate_that_works_badly_is_passed_over_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(encoders, "H264Encoder", StubbornGpuEncoder)
+    monkeypatch.setattr(encoders, "_told", set())
     with caplog.at_level("INFO"):
-        assert open_h264_encoder(64, 32, BIT_RATE).name == "libx264"
+        for width in (64, 64, 96):
+            assert open_h264_encoder(width, 32, BIT_RATE).name == "libx264"
     assert caplog.messages == [
         "pictures of 64x32 are encoded by libx264: h264_nvenc does not obey a forced IDR picture"
     ]
@@ -146,6 +148,7 @@ def test_a_candidate_that_cannot_be_opened_is_passed_over_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(encoders, "H264_ENCODERS", {"no_such_codec": {}, "libx264": encoders.H264_ENCODERS["libx264"]})
+    monkeypatch.setattr(encoders, "_told", set())
     with caplog.at_level("INFO"):
         assert open_h264_encoder(64, 64, BIT_RATE).name == "libx264"
     (message,) = caplog.messages
