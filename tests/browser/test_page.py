@@ -161,7 +161,7 @@ async def test_a_clip_plays_while_the_rest_is_sampled(opened: Opener, service: L
         await snap(page, "3-playing")
         service.allow(99)
         await page.until(f"{ENDED} && artifacts.childElementCount === 4")
-        assert "51 of 73 frames were here before the last chunk was sampled" in await page.run("facts.textContent")
+        assert "51 of 73 frames had arrived before the last chunk was sampled" in await page.run("facts.textContent")
         names = await page.run("[...artifacts.querySelectorAll('a')].map((link) => link.textContent)")
         assert names == ["final.mp4", "stream.mp4", "latents.safetensors"]
         # Played to the end, the clip is the finished file and nothing of the stream is left.

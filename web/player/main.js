@@ -146,7 +146,7 @@ class Session {
     const { num_frames, seed } = this.#plan.clip;
     const before = timings.num_frames_before_sampling_end;
     const pace = before > 0
-      ? `${before} of ${num_frames} frames were here before the last chunk was sampled.`
+      ? `${before} of ${num_frames} frames had arrived before the last chunk was sampled.`
       : `All ${num_frames} frames came once sampling was done.`;
     $("facts").textContent =
       `First pictures after ${timings.first_fragment_s.toFixed(1)} s, everything after ${timings.total_s.toFixed(1)} s. ` +

@@ -217,15 +217,26 @@ async def test_a_clip_whose_stream_failed_has_no_whole_stream(http_call: Http, s
 
 
 async def test_the_playlist_of_a_clip_that_will_not_be_whole_is_gone(http_call: Http, service: LiveService) -> None:
-    service.allow(2)
-    job_id = await http_call.create(num_frames=56)
+    service.allow(3)
+    job_id = await http_call.create(num_frames=90)
     path = f"/api/jobs/{job_id}/hls/index.m3u8"
 
-    async def has_a_fragment() -> bool:
-        return b"#EXTINF" in (await http_call("GET", path))[2]
+    async def has_two_fragments() -> bool:
+        return (await http_call("GET", path))[2].count(b"#EXTINF") == 2
 
-    await until(has_a_fragment)
+    await until(has_two_fragments)
+    has_begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def frames() -> int:
+        with av.open(f"http://{http_call.address}{path}") as container:
+            loop.call_soon_threadsafe(has_begun.set)
+            return sum(1 for _ in container.decode(video=0))
+
+    playing = asyncio.create_task(asyncio.to_thread(frames))
+    await has_begun.wait()
     await http_call("DELETE", f"/api/jobs/{job_id}")
+    assert await playing == 34  # and the player asks no more
     status, answer = await http_call.json("GET", path)
     assert (status, answer["error"]["reason"], answer["error"]["job_id"]) == (410, "STREAM_INCOMPLETE", job_id)
     assert "cancelled" in answer["error"]["message"]
