@@ -89,10 +89,19 @@ def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
     return code, message, status.SerializeToString()
 
 
+_NO_HOST = ("DNS resolution failed", "errors resolving")
+
+
 def is_connection_loss(error: grpc.RpcError) -> bool:
     """Whether a call failed for its connection: the server itself says why it refuses, and how a job ended."""
     info, _, _ = _details(error)
     return error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN
+
+
+def is_nobody_there(error: grpc.RpcError) -> bool:
+    """Whether nothing listens at the address, or there is none: not a connection that was cut."""
+    message: str = error.details() or ""
+    return any(sign in message for sign in ("Connection refused", "No such file or directory", *_NO_HOST))
 
 
 def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
@@ -129,7 +138,7 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
 
 def _unreachable(message: str, address: str) -> str:
     """What a lost connection means in words, where there has been none; else what gRPC says."""
-    if "DNS resolution failed" in message or "errors resolving" in message:
+    if any(sign in message for sign in _NO_HOST):
         return f"there is no host of that name: {address}"
     if "failed to connect" in message.lower():
         return f"nothing answers at {address}; is a server running there (h3stream serve)?"

@@ -13,9 +13,9 @@ import grpc
 
 from h3stream.codec import event_from_proto
 from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation, GenerationError
-from h3stream.events import Accepted, Completed, Event, InitSegment, Progress
+from h3stream.events import Accepted, Completed, Event, InitSegment, Progress, RefinedInitSegment
 from h3stream.fields import invalid_request, sendable
-from h3stream.status import from_rpc_error, is_connection_loss
+from h3stream.status import from_rpc_error, is_connection_loss, is_nobody_there
 from h3stream.upload import RefineCall
 from h3stream.v1 import video_pb2
 
@@ -77,7 +77,7 @@ class EventOrder:
             self.job_id = event.job_id
         due = self._next_seq
         if self._is_joining and due > 0:
-            is_preface = isinstance(event, Accepted | InitSegment)
+            is_preface = isinstance(event, Accepted | InitSegment | RefinedInitSegment)
             if is_preface and event.seq < due:
                 return None
             self._is_joining = is_preface
@@ -159,6 +159,11 @@ class Reconnection:
         self._lost_s: float | None = None
         self._num_tries = 0
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a connection was lost and has not come back."""
+        return self._lost_s is not None
+
     def succeeded(self) -> None:
         """Notes that something has come."""
         if self._lost_s is not None:
@@ -212,6 +217,8 @@ class Line:
         """Seconds to wait before `reopen`, now that the call has failed. Raises its error where that must not be."""
         # Before its first event a new job has no name to ask for, and a second Generate would be a second job.
         can_resume = self.order.job_id and is_connection_loss(error)
+        if not self.order.has_begun and not self._again.is_trying and is_nobody_there(error):
+            can_resume = False  # a wrong address more likely than a server that is just being started again
         delay_s = self._again.next_delay_s() if can_resume else None
         if delay_s is None:
             raise self._explained(from_rpc_error(error, self._address)) from error

@@ -291,6 +291,13 @@ async def test_a_server_that_is_not_there_is_not_ready() -> None:
             await client.server_info()
 
 
+async def test_following_a_job_where_nobody_is_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(NotReadyError, match=r"nothing answers at 127\.0\.0\.1:1"):
+            await exhaust(client.attach("job-1", reconnect_s=600))
+    assert "connection lost" not in caplog.text
+
+
 async def test_a_server_that_goes_away_mid_stream_is_not_ready() -> None:
     service = FakeVideoService(script=Script(stall_at=3))
     async with serve_video(service) as address:

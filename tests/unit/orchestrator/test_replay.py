@@ -5,6 +5,7 @@ import os
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,3 +228,27 @@ async def test_a_job_without_media_still_shows_its_end(tmp_path: Path) -> None:
     job.replay.end(None)
     for from_chunk in (0, None):
         assert await seqs(job.replay.join(from_chunk)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("from_chunk", [None, 2])
+async def test_a_rendition_is_joined_like_a_stream_where_it_is_all_there_is(
+    tmp_path: Path, from_chunk: int | None
+) -> None:
+    job = Job(tmp_path)
+    payloads: list[dict[str, Any]] = [{"accepted": {}}, {"refine_started": {}}, {"refined_init_segment": {}}]
+    payloads += [{"refined_fragment": {"is_keyframe": True, "chunk_index": chunk}} for chunk in (1, 2)]
+    payloads += [{"refined_audio": {}}, {"completed": {}}]
+    for seq, payload in enumerate(payloads):
+        job.append(video_pb2.Event(seq=seq, **payload))
+    job.replay.end(None)
+    assert await seqs(job.replay.join(from_chunk)) == [0, 2, 4, 5, 6]
+
+
+async def test_the_clip_is_joined_and_not_the_rendition_behind_it(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    payloads: list[dict[str, Any]] = [{"accepted": {}}, {"init_segment": {}}, {"fragment": {"is_keyframe": True}}]
+    payloads += [{"stream_complete": {}}, {"refined_init_segment": {}}, {"refined_fragment": {"is_keyframe": True}}]
+    for seq, payload in enumerate(payloads):
+        job.append(video_pb2.Event(seq=seq, **payload))
+    job.replay.end(None)
+    assert await seqs(job.replay.join()) == [0, 1, 2, 3, 4, 5]
