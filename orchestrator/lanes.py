@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -87,9 +88,10 @@ class RayCluster:
         self._address = ray.get_runtime_context().gcs_address
 
     def stop(self) -> None:
-        """Stops Ray and every actor on it; what it does not stop ends with this process."""
+        """Stops Ray and every actor on it; what is left of one that has ended before ends with this process."""
         if not _finishes(ray.shutdown, self._address):
-            atexit.unregister(ray.shutdown)  # it would be run again when this process ends
+            # The part of Ray that is in this process would wait for a minute when it is taken apart, or crash.
+            atexit.register(_exit, 0 if sys.exception() is None else 1)
 
     def _leave_group(self) -> None:
         """In a process that Ray begins with: a signal to the server's group is the server's to handle, which drains."""
@@ -112,6 +114,7 @@ class RayLane:
         self._pids: tuple[int, ...] = ()
         """Of the workers, once they are up."""
         self._ray_address = ""
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> Mapping[Worker, str]:
         """Starts the three actors and their servers; returns the address of each.
@@ -120,6 +123,8 @@ class RayLane:
         """
         self._starts += 1
         self._ray_address = ray.get_runtime_context().gcs_address
+        if _is_gone(self._ray_address):
+            raise StartupError(f"lane {self._index}: Ray has ended")
         resource = "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
         # One bundle with a whole GPU, shared by the three, pins them to the same one.
         self._group = placement_group([{resource: 1}])
@@ -146,6 +151,7 @@ class RayLane:
             raise StartupError(f"lane {self._index}: {_cause(error)}") from error
         except TimeoutError:
             raise StartupError(f"lane {self._index}: not started within {START_TIMEOUT_S:.0f} s") from None
+        self._watching = asyncio.create_task(self._end_with_ray(self._pids))
         log.info("lane %d is up on one %s: %s", self._index, resource, ", ".join(addresses))
         return dict(zip(self._configs(), addresses, strict=True))
 
@@ -154,13 +160,11 @@ class RayLane:
         actors, self._actors = self._actors, []
         pids, self._pids = self._pids, ()
         group, self._group = self._group, None
-        if pids:  # one that is still reading its weights answers only when it has them
+        if self._watching is not None:  # one that is still reading its weights answers only when it has them
+            watching, self._watching = self._watching, None
             stopping = asyncio.gather(*(actor.stop.remote() for actor in actors), return_exceptions=True)
-            ending = asyncio.create_task(_until_gone(self._ray_address))
-            await asyncio.wait((stopping, ending), timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.cancel():
-                log.warning("lane %d: Ray has ended before its workers", self._index)
-            elif not stopping.done():
+            await asyncio.wait((stopping, watching), timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if watching.cancel() and not stopping.done():
                 log.warning("lane %d: workers did not stop in time", self._index)
 
         def kill() -> None:
@@ -170,9 +174,13 @@ class RayLane:
                 remove_placement_group(group)
 
         if not _finishes(kill, self._ray_address):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(pids)
+
+    async def _end_with_ray(self, pids: Sequence[int]) -> None:
+        """Ends the workers once Ray has ended: those that it leaves may take calls that they will never answer."""
+        await _until_gone(self._ray_address)
+        log.warning("lane %d: Ray has ended, and its workers with it", self._index)
+        _kill(pids)
 
     def _configs(self) -> dict[Worker, WorkerConfig]:
         settings = self._settings
@@ -213,6 +221,19 @@ class RayLane:
         return f"unix:{self._sockets}/{self._index}-{worker.value}-{self._starts}.sock"
 
 
+def _exit(status: int) -> None:
+    """Ends this process as it is."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _is_gone(address: str) -> bool:
     """Whether Ray, which listens there, has ended: a signal to all processes of a service ends it with the server."""
     host, _, port = address.rpartition(":")
@@ -224,8 +245,17 @@ def _is_gone(address: str) -> bool:
 
 
 async def _until_gone(address: str) -> None:
-    while not _is_gone(address):
-        await asyncio.sleep(LOOK_S)
+    """Returns once Ray has ended: a connection to it ends then, and no other can be made."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+        await asyncio.sleep(LOOK_S)  # Ray also ends connections on which nobody speaks
 
 
 def _finishes(work: Callable[[], None], address: str) -> bool:
@@ -233,6 +263,8 @@ def _finishes(work: Callable[[], None], address: str) -> bool:
 
     Such a call waits for Ray to come back, and after a minute ends this process.
     """
+    if _is_gone(address):
+        return False
     outcome: Future[None] = Future()
 
     def run() -> None:
