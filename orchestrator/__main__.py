@@ -42,7 +42,7 @@ def main() -> None:
 async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serves until SIGTERM or SIGINT (drains; a second one does not wait), or until standard input closes."""
     stop = StopSignal(exit_with_parent)
-    log.info("settings: %s", settings.public())
+    log.info("settings: %s", settings)
     model = read_model_info(settings.model, settings.parts)
     with (
         _take_data_directory(settings.data),
@@ -99,6 +99,8 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
+    if not sys.stderr.isatty():
+        environment["RAY_COLOR_PREFIX"] = "0"  # a log is no terminal
     # Ray would start workers at niceness 15, so that on a host without a GPU viewers came before the job.
     environment.setdefault("RAY_worker_niceness", "0")
 

@@ -227,3 +227,4 @@ async def test_a_server_whose_ray_ends_with_it_loses_its_job_and_stops(tiny_mode
 def test_the_log_tells_the_start_in_order(server: Server) -> None:
     log = server.log.read_text()
     assert log.index("settings: ") < log.index("lane 0: loading the model") < log.index("lane 0 is up")
+    assert "\x1b" not in log  # no colours: it is no terminal
