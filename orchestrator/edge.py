@@ -90,7 +90,8 @@ class Edge:
     async def _refine(
         self, requests: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
     ) -> AsyncIterator[bytes]:
-        async for record in self._submitted(self._jobs.SubmitRefinement(aiter(requests)), context):
+        parts = (jobs_pb2.SubmitRefinementRequest(refinement=request) async for request in requests)
+        async for record in self._submitted(self._jobs.SubmitRefinement(parts), context):
             yield record
 
     async def _submitted(self, submission: Any, context: Any) -> AsyncIterator[bytes]:

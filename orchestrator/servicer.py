@@ -6,6 +6,7 @@ Streams of VideoService are the edge's, which JobService tells where to read the
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
 
@@ -62,14 +63,16 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
         prompt, clip, plan = self._admit(request_from_proto(generation))
         job = self._scheduler.submit(prompt, clip, plan)
         job.request = generation
-        async for response in self._submitted(job):
-            yield response
+        async with self._submitted(job):
+            yield jobs_pb2.SubmitResponse(job_id=job.job_id)
 
     async def SubmitRefinement(
-        self, request_iterator: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
-    ) -> AsyncIterator[jobs_pb2.SubmitResponse]:
-        async for response in self._submitted(await self._refine_desk.submit(aiter(request_iterator))):
-            yield response
+        self, request_iterator: AsyncIterator[jobs_pb2.SubmitRefinementRequest], context: Any
+    ) -> AsyncIterator[jobs_pb2.SubmitRefinementResponse]:
+        messages = (request.refinement async for request in request_iterator)
+        job = await self._refine_desk.submit(messages)
+        async with self._submitted(job):
+            yield jobs_pb2.SubmitRefinementResponse(job_id=job.job_id)
 
     async def Follow(self, request: jobs_pb2.FollowRequest, context: Any) -> AsyncIterator[jobs_pb2.FollowResponse]:
         job_log = self._scheduler.job(request.job_id).log
@@ -136,15 +139,16 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
         bound = [adapter for worker in self._scheduler.workers for adapter in worker.adapters]
         return sorted(bound or map(_header_info, self._adapters), key=lambda adapter: adapter.name)
 
-    async def _submitted(self, job: Job) -> AsyncIterator[jobs_pb2.SubmitResponse]:
-        """The answer to whoever submitted a job, which lasts for as long as they must not go."""
-        cancel_on_disconnect = job.request is not None and job.request.cancel_on_disconnect
+    @asynccontextmanager
+    async def _submitted(self, job: Job) -> AsyncIterator[None]:
+        """Around telling the submitter of a job, which lasts for as long as the submitter must not go."""
+        must_stay = job.request is not None and job.request.cancel_on_disconnect
         try:
-            yield jobs_pb2.SubmitResponse(job_id=job.job_id)
-            if cancel_on_disconnect:
+            yield
+            if must_stay:
                 await job.ended.wait()
         finally:
-            if cancel_on_disconnect:  # an ended job is left as it is
+            if must_stay:  # an ended job is left as it is
                 self._scheduler.request_cancel(job)
 
     def _admit(self, request: GenerateRequest) -> tuple[str, ClipSpec, video_pb2.Plan]:

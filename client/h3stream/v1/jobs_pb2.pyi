@@ -19,6 +19,18 @@ class SubmitResponse(_message.Message):
     job_id: str
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
+class SubmitRefinementRequest(_message.Message):
+    __slots__ = ("refinement",)
+    REFINEMENT_FIELD_NUMBER: _ClassVar[int]
+    refinement: _video_pb2.RefineAudioRequest
+    def __init__(self, refinement: _Optional[_Union[_video_pb2.RefineAudioRequest, _Mapping]] = ...) -> None: ...
+
+class SubmitRefinementResponse(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
 class FollowRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]

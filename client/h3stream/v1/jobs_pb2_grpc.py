@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from h3stream.v1 import jobs_pb2 as h3stream_dot_v1_dot_jobs__pb2
-from h3stream.v1 import video_pb2 as h3stream_dot_v1_dot_video__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -44,8 +43,8 @@ class JobServiceStub:
                 _registered_method=True)
         self.SubmitRefinement = channel.stream_stream(
                 '/h3stream.v1.JobService/SubmitRefinement',
-                request_serializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
-                response_deserializer=h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.FromString,
+                request_serializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementResponse.FromString,
                 _registered_method=True)
         self.Follow = channel.unary_stream(
                 '/h3stream.v1.JobService/Follow',
@@ -104,8 +103,8 @@ def add_JobServiceServicer_to_server(servicer, server):
             ),
             'SubmitRefinement': grpc.stream_stream_rpc_method_handler(
                     servicer.SubmitRefinement,
-                    request_deserializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.FromString,
-                    response_serializer=h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.SerializeToString,
+                    request_deserializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementResponse.SerializeToString,
             ),
             'Follow': grpc.unary_stream_rpc_method_handler(
                     servicer.Follow,
@@ -172,8 +171,8 @@ class JobService:
             request_iterator,
             target,
             '/h3stream.v1.JobService/SubmitRefinement',
-            h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
-            h3stream_dot_v1_dot_jobs__pb2.SubmitResponse.FromString,
+            h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementRequest.SerializeToString,
+            h3stream_dot_v1_dot_jobs__pb2.SubmitRefinementResponse.FromString,
             options,
             channel_credentials,
             insecure,

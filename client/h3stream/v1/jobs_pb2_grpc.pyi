@@ -6,7 +6,6 @@ How the edge, which answers callers, asks the core, which runs jobs. Internal: s
 from collections import abc as _abc
 from grpc import aio as _aio
 from h3stream.v1 import jobs_pb2 as _jobs_pb2
-from h3stream.v1 import video_pb2 as _video_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -40,7 +39,7 @@ class JobServiceStub:
     """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
     and ending it earlier cancels the job.
     """
-    SubmitRefinement: _grpc.StreamStreamMultiCallable[_video_pb2.RefineAudioRequest, _jobs_pb2.SubmitResponse]
+    SubmitRefinement: _grpc.StreamStreamMultiCallable[_jobs_pb2.SubmitRefinementRequest, _jobs_pb2.SubmitRefinementResponse]
     """The same of a request to refine, whose upload it takes in first."""
     Follow: _grpc.UnaryStreamMultiCallable[_jobs_pb2.FollowRequest, _jobs_pb2.FollowResponse]
     """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
@@ -60,7 +59,7 @@ class JobServiceAsyncStub(JobServiceStub):
     """Takes a request as a new job. If the job is to be cancelled when its caller goes, the call lasts as long as the job,
     and ending it earlier cancels the job.
     """
-    SubmitRefinement: _aio.StreamStreamMultiCallable[_video_pb2.RefineAudioRequest, _jobs_pb2.SubmitResponse]  # type: ignore[assignment]
+    SubmitRefinement: _aio.StreamStreamMultiCallable[_jobs_pb2.SubmitRefinementRequest, _jobs_pb2.SubmitRefinementResponse]  # type: ignore[assignment]
     """The same of a request to refine, whose upload it takes in first."""
     Follow: _aio.UnaryStreamMultiCallable[_jobs_pb2.FollowRequest, _jobs_pb2.FollowResponse]  # type: ignore[assignment]
     """Tells where a job's events are and how many, at once and whenever there are more; the first is there from the start.
@@ -87,9 +86,9 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def SubmitRefinement(
         self,
-        request_iterator: _MaybeAsyncIterator[_video_pb2.RefineAudioRequest],
+        request_iterator: _MaybeAsyncIterator[_jobs_pb2.SubmitRefinementRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_jobs_pb2.SubmitResponse], _abc.AsyncIterator[_jobs_pb2.SubmitResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_jobs_pb2.SubmitRefinementResponse], _abc.AsyncIterator[_jobs_pb2.SubmitRefinementResponse]]:
         """The same of a request to refine, whose upload it takes in first."""
 
     @_abc_1.abstractmethod

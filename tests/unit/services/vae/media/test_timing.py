@@ -177,6 +177,7 @@ def test_nothing_is_lost_doubled_or_moved_at_any_cut(clip: tuple[int, tuple[int,
 
 @settings(max_examples=10)
 @given(clips())
+@example((22, (32, 32), [(0, 0), (1, 1333), (1, 3073), (22, 29600)]))  # sound comes, and no picture with it
 def test_late_sound_holds_pictures_back_by_the_policy_and_is_never_made_up(
     clip: tuple[int, tuple[int, int], list[tuple[int, int]]],
 ) -> None:
@@ -190,7 +191,8 @@ def test_late_sound_holds_pictures_back_by_the_policy_and_is_never_made_up(
         assert out == min(step.num_frames, max(n for n in range(num_frames + 1) if is_heard(n, step.num_samples)))
         # Only sound that has been decoded is in the stream, and all of it up to the pictures but what AAC still holds.
         assert sound <= step.num_samples
-        assert sound >= min(samples_for_frames(out), step.num_samples - HELD_BY_AAC)
+        if step.fragments:  # it leaves with pictures
+            assert sound >= min(samples_for_frames(out), step.num_samples - HELD_BY_AAC)
     assert made.fragments[-1].num_samples_total == num_samples(num_frames)
 
 
