@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from core.clock import TICKS_PER_FRAME
 from h3stream.errors import PhaseError
-from h3stream.v1 import video_pb2
+from h3stream.v1 import types_pb2, video_pb2
 
 _HEAD_BYTES = 11
 """A record's tag and its length, which take 1 and at most 10 bytes."""
@@ -26,8 +27,6 @@ class Replay:
     Who reads before anything is known of the job waits for it.
     """
 
-    num_chunks = 0
-    """Chunks that the job makes."""
     path: Path | None = None
     """The file."""
     _fd = -1
@@ -37,6 +36,7 @@ class Replay:
         self._init_seq: int | None = None
         self._keyframe_seqs = array("Q")  # fragments that decoding can start at
         self._keyframe_chunks = array("q")  # and the chunks they belong to, never falling
+        self._chunk_end_ticks: list[int] = []  # when the pictures of each chunk end
         self._media_end_seq: int | None = None  # the first event after all media
         self._grown = asyncio.Event()
         self._has_ended = False
@@ -44,6 +44,11 @@ class Replay:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the job makes."""
+        return len(self._chunk_end_ticks)
 
     def advance(self, path: Path, num_events: int) -> None:
         """Takes note of the events up to this number, which are in the file, and tells the readers.
@@ -134,16 +139,24 @@ class Replay:
         """
         match event.WhichOneof("payload"):
             case "accepted":
-                self.num_chunks = len(event.accepted.plan.chunks)
+                self._chunk_end_ticks = [
+                    chunk.num_frames_emitted * TICKS_PER_FRAME for chunk in event.accepted.plan.chunks
+                ]
             case "init_segment" | "refined_init_segment" if self._init_seq is None:
                 self._init_seq = event.seq
             case "fragment" | "refined_fragment" as name if self._media_end_seq is None:
                 fragment = getattr(event, name)
                 if fragment.is_keyframe:
                     self._keyframe_seqs.append(event.seq)
-                    self._keyframe_chunks.append(fragment.chunk_index)
+                    self._keyframe_chunks.append(self._chunk_of(fragment))
             case "stream_complete" | "refined_audio" | "completed" if self._media_end_seq is None:
                 self._media_end_seq = event.seq
+
+    def _chunk_of(self, fragment: types_pb2.Fragment) -> int:
+        """The chunk that completed its pictures; of sound alone, the one that completed those it is heard with."""
+        if fragment.chunk_index >= 0:
+            return fragment.chunk_index
+        return bisect_right(self._chunk_end_ticks, fragment.start_ticks)
 
     def _tell(self) -> None:
         grown, self._grown = self._grown, asyncio.Event()

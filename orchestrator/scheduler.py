@@ -29,7 +29,7 @@ from orchestrator.shelf import Limits, Shelf
 
 log = logging.getLogger(__name__)
 
-INCOMING = "incoming"
+INCOMING = "jobs/.incoming"
 """Folder of the data directory for what is to become a job's directory."""
 HEARTBEAT_S = 1.5
 """Longest silence of a job's log; callers are promised an event every 2 seconds."""

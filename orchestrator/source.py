@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shutil
 import uuid
@@ -101,21 +102,11 @@ class RefineDesk:
         source = self._scheduler.job(job_id)
         latents = _latents_of(source)
         resolve_refinement(spec, source.clip, self._adapters, SPEC)  # told before anything is read
-        has_video = any(artifact.name == FINAL for artifact in source.artifacts)
-        gone = ArtifactNotFoundError(f"{LATENTS} of job {job_id} is no longer what the job left")
-        try:
-            await _second_name(source.directory / LATENTS, directory / SOURCE_LATENTS)
-            if has_video:
-                await _second_name(source.directory / FINAL, directory / SOURCE_VIDEO)
-        except FileNotFoundError:
-            raise gone from None
-        except OSError as error:
-            raise PhaseError(f"the files of job {job_id} cannot be taken over: {error.strerror}") from error
-        try:
-            await asyncio.to_thread(read_latents, directory / SOURCE_LATENTS, source.clip)
-        except ValueError as error:
-            raise gone from error
-        return _Clip(source.prompt, source.clip, RefineSource(job_id, latents.sha256, has_video))
+        video = next((artifact for artifact in source.artifacts if artifact.name == FINAL), None)
+        for artifact, own_name in ((latents, SOURCE_LATENTS), (video, SOURCE_VIDEO)):
+            if artifact is not None:
+                await _take_over(source, artifact, directory / own_name)
+        return _Clip(source.prompt, source.clip, RefineSource(job_id, latents.sha256, video is not None))
 
     async def _from_upload(
         self, upload: video_pb2.LatentsUpload, spec: RefineSpec, messages: Messages, directory: Path
@@ -180,6 +171,25 @@ def _latents_of(source: Job) -> types_pb2.Artifact:
             clip = f"job {source.source.job_id}" if source.source.job_id else "an upload"
             hint = f"; it refined the clip of {clip} itself: refine that again, or upload its {REFINED_LATENTS}"
         raise ArtifactNotFoundError(f"there is nothing to refine: {error.message}{hint}") from error
+
+
+async def _take_over(source: Job, artifact: types_pb2.Artifact, name: Path) -> None:
+    """Gives a job's file a second name. Raises ArtifactNotFoundError if it is not what the job left, PhaseError."""
+    gone = ArtifactNotFoundError(f"{artifact.name} of job {source.job_id} is no longer what the job left")
+    try:
+        await _second_name(source.directory / artifact.name, name)
+        sha256 = await asyncio.to_thread(_sha256, name)
+    except FileNotFoundError:
+        raise gone from None
+    except OSError as error:
+        raise PhaseError(f"the files of job {source.job_id} cannot be taken over: {error.strerror}") from error
+    if sha256 != artifact.sha256:
+        raise gone
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 async def _second_name(path: Path, name: Path) -> None:

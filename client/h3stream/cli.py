@@ -119,8 +119,11 @@ def refine(arguments: argparse.Namespace) -> int:
     spec = refine_spec(arguments) or RefineSpec()
     prompt: str = arguments.prompt or ""
     source: str | Path = arguments.source
-    if arguments.source.endswith(LATENTS_SUFFIX):
+    if arguments.source.lower().endswith(LATENTS_SUFFIX):
         source = Path(arguments.source)
+    elif os.path.isfile(arguments.source):
+        say(f"h3stream: {arguments.source} is a file, but no latents file: those end in {LATENTS_SUFFIX}")
+        return EXIT_BAD_INPUT
     elif arguments.model is not None:
         say(f"h3stream: a job is refined where it was made: --model is for a file that ends in {LATENTS_SUFFIX}")
         return EXIT_BAD_INPUT
@@ -131,6 +134,9 @@ def refine(arguments: argparse.Namespace) -> int:
         return EXIT_BAD_INPUT
     check_source(source, prompt)
     files = _refined_files(arguments.output, spec)
+    if overwritten := [path for path in files.values() if isinstance(source, Path) and _is_same_file(path, source)]:
+        say(f"h3stream: {overwritten[0]} is the latents file itself: give -o another file")
+        return EXIT_BAD_INPUT
     if not all(map(_can_write, files.values())):
         return EXIT_BAD_INPUT
 
@@ -502,6 +508,13 @@ def _deliver(
 def _reconnect_s(arguments: argparse.Namespace) -> float:
     """How long a lost server is looked for: one that was started for this command does not come back."""
     return RECONNECT_S if arguments.server else 0.0
+
+
+def _is_same_file(path: str, other: Path) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them is not there
+        return False
 
 
 def _refined_files(path: str, spec: RefineSpec) -> dict[str, str]:

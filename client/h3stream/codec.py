@@ -141,18 +141,19 @@ def refine_spec_from_proto(message: types_pb2.RefineSpec, prefix: str) -> Refine
     span = [message.audio_range] if message.HasField("audio_range") else []
     violations = [v for part in (message, message.cache, *span) for v in _unknown_fields(part)]
     if len(message.adapters) > MAX_ADAPTERS:  # told at once: looking at each could take seconds
-        raise invalid_request([too_many(f"{prefix}.adapters", len(message.adapters), MAX_ADAPTERS)])
+        told = too_many("adapters", len(message.adapters), MAX_ADAPTERS)
+        raise invalid_request([FieldViolation(f"{prefix}.{told.field}", f"{prefix}.{told.description}")])
     violations += [v for choice in message.adapters for v in _unknown_fields(choice)]
     for name in ("contents", "precision", "text", "backend", "on_no_room"):
         enum: Any = message.cache.DESCRIPTOR.fields_by_name[name].enum_type
         if (number := getattr(message.cache, name)) not in enum.values_by_number:
             names = ", ".join(f"{value.name} ({value.number})" for value in enum.values if value.number)
             violations.append(FieldViolation(f"cache.{name}", f"cache.{name} is {number}; it must be one of {names}"))
-    told = {violation.field for violation in violations}
+    known = {violation.field for violation in violations}
     try:
         spec = RefineSpec(**_MIRROR.fields(message, RefineSpec))
     except InvalidRequestError as error:
-        violations += [violation for violation in error.violations if violation.field not in told]
+        violations += [violation for violation in error.violations if violation.field not in known]
     if violations:
         raise invalid_request(
             [FieldViolation(f"{prefix}.{v.field}", f"{prefix}.{v.description}", v.reason) for v in violations]

@@ -15,6 +15,7 @@ import pytest
 from core.artifacts import REFINED, REFINED_LATENTS, REFINED_SOUND
 from core.geometry import chunk_table
 from h3stream.v1 import types_pb2, video_pb2
+from orchestrator.scheduler import INCOMING
 from services.common.ledger import overlaps, read_ledger
 from tests.service.conftest import Service
 from tests.service.fake_workers import broken, refined_values
@@ -49,7 +50,7 @@ async def refused(service: Service, *messages: video_pb2.RefineAudioRequest) -> 
     async with asyncio.timeout(10):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [_ async for _ in call(service, *messages)]
-    assert list((service.data / "incoming").glob("*")) == [], "nothing is left of it"
+    assert list((service.data / INCOMING).glob("*")) == [], "nothing is left of it"
     return caught.value
 
 

@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from h3stream.v1 import video_pb2
 from orchestrator import source, upload
 from orchestrator.lane import Lane
 from orchestrator.latents import MAX_FILE_BYTES
-from orchestrator.scheduler import Scheduler
+from orchestrator.scheduler import INCOMING, Scheduler
 from services.common import rpc
 from tests.service.conftest import CLIP, Service
 from tests.service.fake_workers import FakeLaneHost, Script, latents_file
@@ -72,7 +74,7 @@ async def test_uploaded_latents_are_refined_as_a_jobs_are(service: Service) -> N
     told = provenance(service, job_id)
     assert told["source"] == {"job_id": "", "latents_sha256": hashlib.sha256(FILE).hexdigest(), "has_video": False}
     assert told["request"]["upload"]["prompt"] == "a fox"
-    assert not (service.data / "incoming").exists() or not list((service.data / "incoming").iterdir())
+    assert not (service.data / INCOMING).exists() or not list((service.data / INCOMING).iterdir())
 
 
 async def test_the_latents_of_a_job_give_the_same_uploaded_and_from_the_job(service: Service) -> None:
@@ -82,6 +84,17 @@ async def test_the_latents_of_a_job_give_the_same_uploaded_and_from_the_job(serv
     digests = {e.refined_audio.latents_sha256 for events in both for e in events if e.HasField("refined_audio")}
     assert len(digests) == 1
     assert service.script.refine_inputs[0] == service.script.refine_inputs[1]
+
+
+async def test_jobs_may_lie_on_another_file_system(service: Service) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == service.data.stat().st_dev:
+        pytest.skip("there is no other file system")
+    with tempfile.TemporaryDirectory(dir=other) as elsewhere:
+        shutil.rmtree(service.data / "jobs")
+        (service.data / "jobs").symlink_to(elsewhere)
+        events = await send(service, [header(), *data_messages(FILE)])
+    assert kinds(events)[-1] == "completed"
 
 
 async def test_what_need_not_be_told_may_be_left_out(service: Service) -> None:
@@ -203,7 +216,7 @@ async def test_an_uploader_that_falls_silent_is_sent_away(
             [_ async for _ in call]
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert "nothing came for" in caught.value.details()
-    assert not list((service.data / "incoming").glob("*"))
+    assert not list((service.data / INCOMING).glob("*"))
 
 
 async def test_an_upload_that_never_ends_is_sent_away(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,18 +234,18 @@ async def test_an_upload_that_never_ends_is_sent_away(service: Service, monkeypa
             [_ async for _ in service.stub.RefineAudio(dripping())]
     # A caller that is cut off while it writes may get gRPC's own word in place of ours.
     assert caught.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL)
-    assert not list((service.data / "incoming").glob("*"))
+    assert not list((service.data / INCOMING).glob("*"))
 
 
 async def test_an_uploader_that_goes_leaves_nothing_and_held_nothing(service: Service) -> None:
     async with asyncio.timeout(20):
         call = service.stub.RefineAudio(endless([header(), *data_messages(FILE)[:1]]))
         reading = asyncio.create_task(anext(aiter(call)))
-        while not [path for path in (service.data / "incoming").glob("*/*") if path.stat().st_size]:
+        while not [path for path in (service.data / INCOMING).glob("*/*") if path.stat().st_size]:
             await asyncio.sleep(0.01)
         assert kinds(await service.generate())[-1] == "completed", "a lane is free meanwhile"
         call.cancel()
-        while list((service.data / "incoming").glob("*")):
+        while list((service.data / INCOMING).glob("*")):
             await asyncio.sleep(0.01)
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -246,13 +259,13 @@ async def test_more_uploads_than_there_are_places_are_refused(
     async with asyncio.timeout(20):
         call = service.stub.RefineAudio(endless([header()]))
         reading = asyncio.create_task(anext(aiter(call)))
-        while not list((service.data / "incoming").glob("*/*")):
+        while not list((service.data / INCOMING).glob("*/*")):
             await asyncio.sleep(0.01)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await send(service, [header(), *data_messages(FILE)])
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         call.cancel()
-        while list((service.data / "incoming").glob("*")):
+        while list((service.data / INCOMING).glob("*")):
             await asyncio.sleep(0.01)
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -285,7 +298,7 @@ async def test_a_disk_that_is_full_is_told(service: Service, monkeypatch: pytest
 
 
 async def test_what_an_earlier_run_was_interrupted_in_is_removed(tmp_path: Path) -> None:
-    half = tmp_path / "incoming" / "ab" / ".source.safetensors"
+    half = tmp_path / INCOMING / "ab" / ".source.safetensors"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
     scheduler = Scheduler([Lane(FakeLaneHost(tmp_path, Script()))], tmp_path, max_queued_jobs=1, kept_jobs=1)

@@ -138,6 +138,7 @@ class VideoServiceServicer:
         """Refines the sound of a finished job's clip, or of uploaded latents, as a job of its own; the source never changes.
 
         The first message is a header; where it announces an upload, the rest are the bytes of the file, in order. The
+        caller closes its side of the call behind the last of them, also behind a header alone: nothing begins before. The
         events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
         `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
         holds the sound alone where the video is the source's; else pictures and sound.

@@ -382,10 +382,22 @@ async def test_bad_arguments_end_with_status_2(
     assert (service.requests, service.headers, service.downloads) == ([], [], [])
 
 
-async def test_a_job_is_refined_where_it_was_made(tmp_path: Path) -> None:
-    result = await finish(await start("refine", "job-0", "-o", "clip.mp4", "--model", ".", cwd=tmp_path))
+async def test_a_latents_file_is_never_overwritten_with_what_is_made_of_it(tmp_path: Path) -> None:
+    latents = tmp_path / "latents.safetensors"
+    latents.write_bytes(b"latents")
+    (tmp_path / "linked.mp4").symlink_to(latents)
+    for output in ("latents.safetensors", "./latents.safetensors", "linked.mp4"):
+        result = await finish(await start("refine", latents.name, "--prompt", "a fox", "-o", output, cwd=tmp_path))
+        assert result.status == 2
+        assert f"{output} is the latents file itself: give -o another file" in result.err
+    assert latents.read_bytes() == b"latents"
+
+
+async def test_a_file_that_is_no_latents_file_is_not_taken_for_a_job(tmp_path: Path) -> None:
+    (tmp_path / "latents.mp4").touch()
+    result = await finish(await start("refine", "latents.mp4", "--prompt", "a fox", "-o", "clip.mp4", cwd=tmp_path))
     assert result.status == 2
-    assert "a job is refined where it was made" in result.err
+    assert "latents.mp4 is a file, but no latents file: those end in .safetensors" in result.err
 
 
 async def test_a_job_is_refined_at_its_server_alone(tmp_path: Path) -> None:

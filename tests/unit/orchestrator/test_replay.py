@@ -252,3 +252,19 @@ async def test_the_clip_is_joined_and_not_the_rendition_behind_it(tmp_path: Path
         job.append(video_pb2.Event(seq=seq, **payload))
     job.replay.end(None)
     assert await seqs(job.replay.join()) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("from_chunk", "start"), [(0, 2), (1, 2), (2, 3), (3, 5)])
+async def test_sound_alone_is_joined_where_the_pictures_of_a_chunk_begin(
+    tmp_path: Path, from_chunk: int, start: int
+) -> None:
+    job = Job(tmp_path)
+    chunks = [video_pb2.ChunkPlan(num_frames_emitted=frames) for frames in (0, 17, 34, 39)]
+    job.append(video_pb2.Event(seq=0, accepted=video_pb2.Accepted(plan=video_pb2.Plan(chunks=chunks))))
+    job.append(video_pb2.Event(seq=1, refined_init_segment={}))
+    for seq, first_frame in enumerate((0, 17, 30, 34), start=2):
+        fragment = types_pb2.Fragment(is_keyframe=True, chunk_index=-1, start_ticks=first_frame * 4000)
+        job.append(video_pb2.Event(seq=seq, refined_fragment=fragment))
+    job.append(video_pb2.Event(seq=6, refined_audio={}))
+    job.replay.end(None)
+    assert await seqs(job.replay.join(from_chunk)) == [0, 1, *range(start, 7)]
