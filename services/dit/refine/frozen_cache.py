@@ -8,6 +8,7 @@ Source: docs/reference/audio-refine.md §5, §8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,25 +117,31 @@ class FrozenCache:
     ) -> None:
         """new_store: makes a store of so many rows; called at the first build, and where their number has changed.
 
-        refresh_interval: cached steps after which it is built anew; 0 builds it once.
+        refresh_interval: of the first refinement, as in `begin_refinement`.
         """
         self.contents = contents
         self.is_text_live = is_text_live
         self._new_store = new_store
-        self.refresh_interval = refresh_interval
-        """Of whichever refinement it serves."""
         self._store: Store | None = None
         self._split: RowSplit | None = None
         """Of the store's rows, once a build is complete."""
         self._reason = NO_CACHE
-        self._sigma = 0.0
-        """Noise level of the last forward."""
-        self._num_cached_steps = 0
-        """Since the build."""
         self._num_builds = 0
         self._num_stored_rows = 0
         self._moved_before = 0
         """Bytes moved by the stores before this one."""
+        self.begin_refinement(refresh_interval)
+
+    def begin_refinement(self, refresh_interval: int) -> None:
+        """The steps to come are another refinement's, whose cached steps count from 0.
+
+        refresh_interval: cached steps after which it is built anew; 0 builds it once.
+        """
+        self._refresh_interval = refresh_interval
+        self._sigma = math.inf
+        """Noise level of the last forward; none was run at this one."""
+        self._num_cached_steps = 0
+        """Since the refinement began, or since the build."""
 
     @property
     def is_valid(self) -> bool:
@@ -158,7 +165,7 @@ class FrozenCache:
         if self._split != split:
             return "build", LAYOUT_CHANGED
         is_new = abs(sigma - self._sigma) > SAME_SIGMA
-        if is_new and 0 < self.refresh_interval <= self._num_cached_steps:
+        if is_new and 0 < self._refresh_interval <= self._num_cached_steps:
             return "build", REFRESH
         return "cached", ""
 

@@ -15,6 +15,7 @@ from services.dit.refine.codecs import make_codec
 from services.dit.refine.frozen_cache import NUM_TENSORS, FrozenCache
 from services.dit.refine.identity import CacheContent, CacheKind
 from services.dit.refine.plan import RefinePlan, cache_sizes
+from services.dit.refine.refiner import StepReport
 from services.dit.refine.room import CacheRooms
 from services.dit.refine.shared_caches import SharedCache
 from services.dit.refine.stores import Store, StoreShape
@@ -57,6 +58,8 @@ class JobCaches:
         self._shared: list[SharedCache] = []
         """Those to be given back, with what they are built of once they are."""
         self._was_rebuilt = False
+        self.is_warm = False
+        """Whether the first step used what an earlier refinement has built."""
         kinds = [branch.kind for branch in branches]
         taken: list[SharedCache | None] = [None] * len(kinds)
         if spec.shared:
@@ -71,14 +74,15 @@ class JobCaches:
                 if found is not None:
                     rooms.shared.give_back(found)
             raise
-        self.is_warm = any(cache.is_valid for cache in self.caches)
-        """Whether the first step uses what an earlier refinement has built."""
+        self._carried_over = [(cache, cache.mark().num_builds) for cache in self.caches if cache.is_valid]
         self._log_plan()
 
-    def note_build(self, step: int) -> None:
-        """A step has built a cache anew.  step: 1 for the first."""
+    def note_step(self, step: int, report: StepReport) -> None:
+        """A step was done.  step: 1 for the first."""
         if step > 1:
-            self._was_rebuilt = True
+            self._was_rebuilt = self._was_rebuilt or report.mode == "build"
+        elif report.mode != "exact":
+            self.is_warm = any(cache.mark().num_builds == num_builds for cache, num_builds in self._carried_over)
 
     def close(self) -> None:
         """Frees them, or gives them back where they are shared and hold what their identity says."""
@@ -105,11 +109,11 @@ class JobCaches:
 
     def _placed(self, plan: RefinePlan, taken: list[SharedCache | None]) -> RefinePlan:
         """The plan with the caches' place: where the shared ones are that were found, else where there is room."""
+        held = next((found.backend for found in taken if found is not None and self._may_lie_in(found.backend)), "")
         for index, found in enumerate(taken):
-            if found is not None and self._spec.backend not in ("auto", found.backend):
+            if found is not None and found.backend != held:
                 found.cache.free()  # it is elsewhere than this one shall be
                 taken[index] = None
-        held = next((found.backend for found in taken if found is not None), "")
         new = [split for split, found in zip(plan.splits, taken, strict=True) if found is None]
         choice = Choice(held, HELD)
         if new:
@@ -117,6 +121,11 @@ class JobCaches:
             choice = self._rooms.choose(self._spec, sizes, held or self._spec.backend)
         total = cache_sizes(plan.splits, plan.transient_bytes, self._spec, self._model).cache_bytes
         return plan.placed(choice, total)
+
+    def _may_lie_in(self, backend: str) -> bool:
+        """Whether this refinement may have its caches there."""
+        is_allowed = self._spec.allow_disk or backend != "disk"
+        return is_allowed and self._spec.backend in ("auto", backend)
 
     def _cache(self, branch: BranchFacts, found: SharedCache | None) -> FrozenCache:
         if found is None:
@@ -130,7 +139,7 @@ class JobCaches:
             assert branch.content is not None, "a shared cache has an identity"
             if reason := found.content.change_to(branch.content):
                 cache.invalidate(reason)
-        cache.refresh_interval = self._spec.refresh_interval
+        cache.begin_refinement(self._spec.refresh_interval)
         if branch.content is not None:
             self._shared.append(SharedCache(branch.kind, branch.content, self.plan.backend, cache))
         return cache
@@ -174,5 +183,5 @@ class JobCaches:
                 working_bytes(plan.num_rows, spec.contents, self._model)
                 + staging_bytes(plan.backend, plan.cache_bytes, self._model)
             ),
-            "warm" if self.is_warm else "cold",
+            "warm" if self._carried_over else "cold",
         )

@@ -75,7 +75,7 @@ class Refined:
     exact_sampling_s: float
     """Of those to compare with."""
     is_warm: bool
-    """Whether the cache came from an earlier call."""
+    """Whether the first step used a cache of an earlier call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +189,9 @@ class AudioRefinement:
             report = self._step(refiner, caches, listener.cancelled)
             seconds += report.block_s + report.outside_s
             log.debug("step %d of %d: %s", refiner.num_done, refiner.num_steps, report)
-            if caches is not None and report.mode == "build":
-                caches.note_build(refiner.num_done)
+            if caches is not None:
+                caches.note_step(refiner.num_done, report)
+            if report.mode == "build":
                 log.info(
                     "frozen cache built in step %d (%s): %s; before, %s; after, %s",
                     refiner.num_done,

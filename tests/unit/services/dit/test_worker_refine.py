@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -398,9 +399,68 @@ def test_a_shared_cache_that_was_refreshed_on_the_way_is_not_kept(
 def test_a_refresh_interval_is_that_of_the_refinement_which_a_shared_cache_serves(
     worker: DitWorker, clip: ClipSpec, latents: ChunkLatents, prompt: Branch
 ) -> None:
+    for _ in range(2):
+        refine(worker, clip, latents, prompt, shared=True)
+    warm, told = refine(worker, clip, latents, prompt, shared=True, refresh_interval=2)
+    assert told.modes == ["cached", "cached", "build"]  # those of the refinements before do not count
+    assert told.reasons[2] == "refresh_interval reached"
+    assert warm.is_warm
+
+
+def test_a_refresh_interval_counts_a_first_step_at_the_noise_level_where_the_one_before_ended(
+    worker: DitWorker, clip: ClipSpec, latents: ChunkLatents, prompt: Branch
+) -> None:
+    single = dataclasses.replace(SPEC, steps=1, audio_denoise=0.25)
+    refine(worker, clip, latents, prompt, spec=single, shared=True)
+    longer = dataclasses.replace(single, steps=4)  # begins where that one began, and ended
+    _, told = refine(worker, clip, latents, prompt, spec=longer, shared=True, refresh_interval=1)
+    assert told.modes == ["cached", "build", "cached", "build"]
+
+
+def test_a_shared_cache_that_cannot_be_read_is_built_anew_and_the_refinement_not_warm(
+    worker: DitWorker, clip: ClipSpec, latents: ChunkLatents, prompt: Branch, tmp_path: Path
+) -> None:
+    on_disk = {"shared": True, "backend": "disk", "allow_disk": True}
+    refine(worker, clip, latents, prompt, **on_disk)
+    (payload,) = tmp_path.glob("caches/*/0.payload")
+    os.truncate(payload, 0)
+    refined, told = refine(worker, clip, latents, prompt, **on_disk)
+    assert told.modes == ["build", "cached", "cached"]
+    assert not refined.is_warm
+
+
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_a_shared_cache_on_disk_is_nothing_to_a_refinement_that_may_not_use_the_disk(
+    worker: DitWorker,
+    clip: ClipSpec,
+    latents: ChunkLatents,
+    prompt: Branch,
+    negative: Branch,
+    tmp_path: Path,
+    is_guided: bool,
+) -> None:
+    refine(worker, clip, latents, prompt, shared=True, backend="disk", allow_disk=True)
+    spec = dataclasses.replace(SPEC, cfg=3.0, negative_prompt="noise") if is_guided else SPEC
+    branches = (prompt, negative) if is_guided else (prompt,)
+    refined, told = refine(worker, clip, latents, *branches, spec=spec, shared=True)
+    assert (told.plan.backend, told.modes) == ("ram", ["build", "cached", "cached"])
+    assert told.reports[0].num_blocks["build"] == len(branches) * LAYERS
+    assert list((tmp_path / "caches").iterdir()) == []
+    assert not refined.is_warm
+
+
+def test_both_branches_have_their_caches_in_one_place(
+    worker: DitWorker, clip: ClipSpec, latents: ChunkLatents, prompt: Branch, negative: Branch, tmp_path: Path
+) -> None:
+    guided = dataclasses.replace(SPEC, cfg=3.0, negative_prompt="noise")
+    refine(worker, clip, latents, prompt, negative, spec=guided, shared=True, backend="disk", allow_disk=True)
     refine(worker, clip, latents, prompt, shared=True)
-    _, told = refine(worker, clip, latents, prompt, shared=True, refresh_interval=4)
-    assert told.modes == ["cached", "cached", "build"]  # two cached steps of the refinement before count
+    assert len(worker._rooms.shared) == 2
+    refined, told = refine(worker, clip, latents, prompt, negative, spec=guided, shared=True, allow_disk=True)
+    assert told.plan.backend == "ram"
+    assert told.reports[0].num_blocks == {"exact": 0, "build": LAYERS, "cached": LAYERS}
+    assert refined.is_warm
+    assert list((tmp_path / "caches").iterdir()) == []
 
 
 def test_both_branches_of_guidance_have_caches_of_their_own(
