@@ -32,6 +32,8 @@ SCHEDULERS = ("simple", "native")
 MIN_DENOISE = 0.01
 FULL_DENOISE = 0.9999
 """Above this the schedule is not cut."""
+FROZEN = 1e-3
+"""A stream that may nowhere move this far is frozen."""
 MIN_CFG, MAX_CFG = 1.0, 30.0
 MAX_REFRESH_INTERVAL = 100
 MAX_VRAM_MARGIN_GB = 64.0
@@ -141,7 +143,7 @@ def refine_violations(spec: RefineValues, num_frames: int, prefix: str) -> list[
 
 def _violations(spec: RefineValues, num_frames: int) -> Iterator[Violation]:
     yield from _schedule_violations(spec)
-    yield from range_violations("video_denoise", spec.video_denoise, 0.0, 1.0)
+    yield from _video_denoise_violations(spec.video_denoise)
     yield from _sampler_violations(spec.sampler)
     yield from _name_violations("scheduler", spec.scheduler, SCHEDULERS)
     yield from range_violations("cfg", spec.cfg, MIN_CFG, MAX_CFG)
@@ -181,6 +183,17 @@ def _schedule_violations(spec: RefineValues) -> Iterator[Violation]:
             f"from a table of {TABLE_SIZE}; the nearest valid value is {spec.steps / TABLE_SIZE:g}; or choose native"
         )
         yield Violation("audio_denoise", description, "TOO_FINE")
+
+
+def _video_denoise_violations(denoise: float) -> list[Violation]:
+    """A video that moves too little to be told from a frozen one is not frozen in silence."""
+    if 0 < denoise < FROZEN:
+        description = (
+            f"video_denoise is {denoise!r}; it must be 0, which freezes the video, or from {FROZEN:g} to 1; the "
+            f"nearest valid values are 0 and {FROZEN:g}"
+        )
+        return [Violation("video_denoise", description, "OUT_OF_RANGE")]
+    return range_violations("video_denoise", denoise, 0.0, 1.0)
 
 
 def _sampler_violations(sampler: str) -> Iterator[Violation]:

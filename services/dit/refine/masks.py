@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from core.geometry import AUDIO_CHANNELS, AUDIO_LATENTS_PER_SECOND, PATCH, num_audio_latents
+from core.refine import FROZEN
 from core.schedule import context_timestep, float32, timestep
 from h3stream.errors import InvalidRequestError
 from services.dit.adaln import Labels
@@ -25,8 +26,6 @@ from services.dit.rows import ChunkLatents
 Injection = Literal["augmented", "clean"]
 FREE = 0.999
 """From here on, everywhere, a stream is free and has no mask."""
-FROZEN = 1e-3
-"""Below this, everywhere, a stream is frozen."""
 LEVELS = 256
 """The model is told a mask in this many steps, rounded up."""
 VIDEO_NOISE = 0.001

@@ -130,6 +130,7 @@ def test_what_the_sdk_takes_by_default_breaks_no_rule(sampler: str, scheduler: s
         {"audio_denoise": 1.0},
         {"steps": 100, "audio_denoise": 0.01, "scheduler": "native"},
         {"video_denoise": 1.0},
+        {"video_denoise": 0.001},
         {"cfg": 30.0, "negative_prompt": "noise"},
         {"seed": 0},
         {"seed": 2**64 - 1},
@@ -162,6 +163,16 @@ def test_what_lies_at_the_edge_of_a_rule_breaks_none(values: dict[str, Any]) -> 
             "1100 levels, and simple picks from a table of 1000; the nearest valid value is 0.011; or choose native",
         ),
         ({"video_denoise": -0.1}, "video_denoise", "OUT_OF_RANGE", "the nearest valid value is 0"),
+        *(
+            (
+                {"video_denoise": value},
+                "video_denoise",
+                "OUT_OF_RANGE",
+                f"video_denoise is {value!r}; it must be 0, which freezes the video, or from 0.001 to 1; the nearest "
+                "valid values are 0 and 0.001",
+            )
+            for value in (5e-324, 0.0005, 0.0009999999)
+        ),
         ({"video_denoise": 1.01}, "video_denoise", "OUT_OF_RANGE", "the nearest valid value is 1"),
         ({"sampler": "Euler"}, "sampler", "UNKNOWN_VALUE", "the nearest is euler; there are euler, heun, dpmpp_2m"),
         (

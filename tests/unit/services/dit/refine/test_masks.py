@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from core.refine import refine_sigmas
+from core.refine import FROZEN, refine_sigmas
 from core.schedule import float32, timestep
 from h3stream.errors import InvalidRequestError
 from services.dit.adapters import AdapterBank
@@ -70,6 +70,7 @@ def test_what_a_cache_of_frozen_rows_could_serve() -> None:
     audio = torch.zeros(2, 37)
     assert Masks(video=frozen).closed_reason == ""
     assert Masks(video=uniform_video_mask(0.0009, SIZE)).closed_reason == ""
+    assert Masks(video=uniform_video_mask(FROZEN, SIZE)).closed_reason == "the video may move: its mask reaches 0.001"
     assert Masks(video=frozen, audio=audio_range_mask(22, 0.2, 0.4)).closed_reason == ""
     assert Masks(video=frozen, audio=audio).closed_reason == "the sound is frozen too"
     assert Masks().closed_reason == "the whole video may move"
