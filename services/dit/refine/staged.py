@@ -23,6 +23,12 @@ from services.dit.refine.record import RecordLayout
 from services.dit.refine.scratch import ScratchDirectory
 
 THREAD_NAME = "frozen-cache"
+WAYS_OUT = (
+    "What would do: room on that disk; backend ram, or vram for a cache that is not shared; contents hidden with "
+    "precision int4, the smallest; no cache, which is slower and exact; or on_no_room exact, which does without where "
+    "there is no room"
+)
+"""For a cache that its disk does not take."""
 
 
 @dataclass
@@ -233,14 +239,14 @@ class DiskRecords:
         try:
             directory = ScratchDirectory(parent)
         except OSError as error:
-            raise DeviceMemoryError(f"no directory for the cache below {parent}: {error}") from error
+            raise DeviceMemoryError(f"no directory for the cache below {parent}: {error}. {WAYS_OUT}") from error
         try:
             self._files = make_files(directory.path, layout, num_layers)
         except BaseException as error:
             directory.remove()
             if isinstance(error, OSError):
                 size = num_layers * layout.num_bytes
-                message = f"no room for {size} bytes of cached rows below {parent}: {error.strerror}"
+                message = f"no room for {size} bytes of cached rows below {parent}: {error.strerror}. {WAYS_OUT}"
                 raise DeviceMemoryError(message) from error
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
@@ -318,7 +324,7 @@ class DiskRecords:
             try:
                 pending.result()
             except OSError as error:
-                raise DeviceMemoryError(f"the cache's files fail: {error.strerror or error}") from error
+                raise DeviceMemoryError(f"the cache's files fail: {error.strerror or error}. {WAYS_OUT}") from error
         self._lane.wait(self._copied[slot])
 
     def _write(self, layer: int) -> None:
