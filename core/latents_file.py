@@ -14,6 +14,8 @@ from core.request import ClipValues
 
 FORMAT = "h3stream-latents-1"
 """Says how `video` `[1, 24, T, H, W]` and `audio` `[1, 32, 2, A]` are to be read: float32, normalised, final."""
+SHIFTS = ("video_shift", "audio_shift")
+"""Names in its metadata of the shifts that the clip was sampled with, as Python writes floats; they may be missing."""
 FLOAT_BYTES = 4
 TIME_AXES = {"video": 2, "audio": 3}
 """The axis of each tensor that counts latents."""

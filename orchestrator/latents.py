@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from core.geometry import (
     num_audio_latents,
     num_video_latents,
 )
-from core.latents_file import FLOAT_BYTES, FORMAT, TIME_AXES, latent_shapes
-from core.request import MAX_SEED, clip_violations
+from core.latents_file import FLOAT_BYTES, FORMAT, SHIFTS, TIME_AXES, latent_shapes
+from core.request import MAX_SEED, MAX_SHIFT, MIN_SHIFT, clip_violations
 from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import CheckpointError, PhaseError
 from h3stream.request import ClipSpec
@@ -47,6 +48,8 @@ MAX_FILE_BYTES = (
     + AUDIO_LATENT_CHANNELS * AUDIO_CHANNELS * num_audio_latents(MAX_FRAMES) * FLOAT_BYTES
 )
 """Largest file of latents that a clip can have."""
+DECIMAL = re.compile(r"[0-9]+(\.[0-9]+)?")
+"""How a shift is written."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -122,14 +125,8 @@ class LatentsFile:
 
     latents: Latents
     """Its tensors."""
-    num_frames: int
-    """Frames of the clip."""
-    width: int
-    """Canvas width in pixels."""
-    height: int
-    """Canvas height in pixels."""
-    seed: int | None
-    """Seed of the clip; None if it is not told."""
+    clip: ClipSpec
+    """Whose they are: size, seed and shifts as the file tells them, all else as in its likeness."""
 
 
 def read_latents(path: Path, likeness: ClipSpec) -> LatentsFile:
@@ -147,13 +144,22 @@ def read_latents(path: Path, likeness: ClipSpec) -> LatentsFile:
     if about.get("format") != FORMAT:
         raise ValueError(f"says {about.get('format')!r:.80} as its format; it must be {FORMAT!r}, as jobs write it")
     num_frames, width, height = (_number(about, name) for name in ("num_frames", "width", "height"))
-    seed = _number(about, "seed") if "seed" in about else None
-    if seed is not None and seed > MAX_SEED:
+    seed = _number(about, "seed") if "seed" in about else likeness.seed
+    if seed > MAX_SEED:
         raise ValueError(f"says {seed} as its seed; it must be at most {MAX_SEED}")
-    clip = dataclasses.replace(likeness, num_frames=num_frames, width=width, height=height)
+    video_shift, audio_shift = (_shift(about, name) if name in about else getattr(likeness, name) for name in SHIFTS)
+    clip = dataclasses.replace(
+        likeness,
+        num_frames=num_frames,
+        width=width,
+        height=height,
+        video_shift=video_shift,
+        audio_shift=audio_shift,
+        seed=seed,
+    )
     if violations := clip_violations(clip):
         raise ValueError("is of no valid clip: " + "; ".join(violation.description for violation in violations))
-    return LatentsFile(_tensors(header, clip), num_frames, width, height, seed)
+    return LatentsFile(_tensors(header, clip), clip)
 
 
 class TensorWriter:
@@ -218,6 +224,15 @@ def _number(about: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 20):
         raise ValueError(f"says {text!r:.80} as its {name}; it must be a number")
     return int(text)
+
+
+def _shift(about: Mapping[str, str], name: str) -> float:
+    """A number that need not be a valid shift: infinite where it has more digits than a float."""
+    text = about[name]
+    if not DECIMAL.fullmatch(text):
+        rule = f"it must be a decimal number from {MIN_SHIFT:g} to {MAX_SHIFT:g}"
+        raise ValueError(f"says {text!r:.80} as its {name}; {rule}")
+    return float(text)
 
 
 def _tensors(header: Header, clip: ClipSpec) -> Latents:

@@ -142,7 +142,7 @@ async def _open(job: Job, path: Path) -> Latents:
         file = await asyncio.to_thread(read_latents, path, job.clip)
     except ValueError as error:
         raise PhaseError(f"the file of the clip's latents {error}") from error
-    size = (file.num_frames, file.width, file.height)
+    size = (file.clip.num_frames, file.clip.width, file.clip.height)
     if size != (job.clip.num_frames, job.clip.width, job.clip.height):
         raise PhaseError(f"the file of the clip's latents is of a clip of (frames, width, height) {size}")
     return file.latents

@@ -32,7 +32,7 @@ from orchestrator.admission import AdapterFacts, make_refine_plan, resolve_refin
 from orchestrator.config import Settings
 from orchestrator.download import find_artifact
 from orchestrator.job import Job, RefineSource
-from orchestrator.latents import LatentsFile, read_latents, to_its_end
+from orchestrator.latents import read_latents, to_its_end
 from orchestrator.model_info import ModelInfo
 from orchestrator.refine import SOURCE_LATENTS, SOURCE_VIDEO
 from orchestrator.scheduler import INCOMING, RETRY_AFTER_S, Scheduler
@@ -111,8 +111,8 @@ class RefineDesk:
     async def _from_upload(
         self, upload: video_pb2.LatentsUpload, spec: RefineSpec, messages: Messages, directory: Path
     ) -> _Clip:
-        """The clip of uploaded latents, which come with what is to be known of it but for the shifts: those are the
-        model's."""
+        """The clip of uploaded latents, which come with what is to be known of it; the seed and shifts that they do not
+        tell are the model's."""
         refuse_unknown_fields(upload)
         refuse(upload_violations(upload))
         longest = dataclasses.replace(self._model.default_dense_clip, num_frames=MAX_FRAMES)
@@ -124,12 +124,7 @@ class RefineDesk:
             file = await asyncio.to_thread(read_latents, path, self._model.default_dense_clip)
         except ValueError as error:
             raise invalid_request([FieldViolation(UPLOAD, f"the upload {error}", "NO_LATENTS")]) from error
-        return _Clip(upload.prompt, self._clip_of(file), RefineSource("", sha256, has_video=False))
-
-    def _clip_of(self, file: LatentsFile) -> ClipSpec:
-        default = self._model.default_dense_clip
-        seed = default.seed if file.seed is None else file.seed
-        return dataclasses.replace(default, num_frames=file.num_frames, width=file.width, height=file.height, seed=seed)
+        return _Clip(upload.prompt, file.clip, RefineSource("", sha256, has_video=False))
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:

@@ -19,7 +19,7 @@ from torch import nn
 from core.artifacts import COMPARISON, LATENTS, REFINED_ARTIFACTS, WORKER_ARTIFACTS
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import chunk_table, num_samples
-from core.latents_file import FORMAT, latent_shapes
+from core.latents_file import FORMAT, SHIFTS, latent_shapes
 from core.phases import Worker
 from h3stream.codec import clip_spec_from_proto
 from h3stream.errors import PhaseError, UnsupportedError
@@ -361,7 +361,7 @@ def refined_values(data: bytes, shape: tuple[int, ...], seed: int) -> torch.Tens
 def latents_file(clip, seed: int | None = None) -> bytes:
     """A file of latents of a clip, whose values count."""
     shapes = latent_shapes(clip)
-    about = {name: str(getattr(clip, name)) for name in ("num_frames", "width", "height")}
+    about = {name: str(getattr(clip, name)) for name in ("num_frames", "width", "height", *SHIFTS)}
     seed = clip.seed if seed is None else seed
     values = {name: torch.arange(math.prod(shape)).reshape(shape) + seed % 97 for name, shape in shapes.items()}
     return save(

@@ -25,7 +25,6 @@ from orchestrator.scheduler import INCOMING, Scheduler
 from services.common import rpc
 from tests.service.conftest import CLIP, Service
 from tests.service.fake_workers import FakeLaneHost, Script, latents_file
-from tests.service.test_artifacts import finished
 from tests.service.test_cancel_and_queue import start, until
 from tests.service.test_generate import kinds
 from tests.service.test_refine import SPEC, check_clip, provenance
@@ -78,12 +77,14 @@ async def test_uploaded_latents_are_refined_as_a_jobs_are(service: Service) -> N
 
 
 async def test_the_latents_of_a_job_give_the_same_uploaded_and_from_the_job(service: Service) -> None:
-    source_id = await finished(service)
+    source_id = (await service.generate(video_shift=5.1, audio_shift=1 / 3))[0].job_id
     data = (service.data / "jobs" / source_id / "latents.safetensors").read_bytes()
     both = [await refine(service, source_id), await send(service, [header(data), *data_messages(data)])]
     digests = {e.refined_audio.latents_sha256 for events in both for e in events if e.HasField("refined_audio")}
     assert len(digests) == 1
     assert service.script.refine_inputs[0] == service.script.refine_inputs[1]
+    shifts = [(header.clip.video_shift, header.clip.audio_shift) for header in service.script.refine_headers]
+    assert shifts == [(5.1, 1 / 3)] * 2
 
 
 async def test_jobs_may_lie_on_another_file_system(service: Service) -> None:
@@ -98,9 +99,10 @@ async def test_jobs_may_lie_on_another_file_system(service: Service) -> None:
 
 
 async def test_what_need_not_be_told_may_be_left_out(service: Service) -> None:
-    data = changed(seed=None, refined="true")
+    data = changed(seed=None, video_shift=None, audio_shift=None, refined="true")
     events = await send(service, [header(data, sha256=""), *data_messages(data)])
-    assert events[0].accepted.plan.clip.seed == 0, "the server's default"
+    clip = events[0].accepted.plan.clip
+    assert (clip.seed, clip.video_shift, clip.audio_shift) == (0, 12, 3), "the server's defaults"
     assert kinds(events)[-1] == "completed"
 
 
@@ -139,6 +141,10 @@ WRONG_FILES = {
     "another number's digits": (changed(width="٦٤"), "as its width; it must be a number"),
     "no valid clip": (changed(num_frames="40"), "is of no valid clip"),
     "too large a seed": (changed(seed=str(2**64)), "as its seed; it must be at most"),
+    "no decimal shift": (changed(video_shift="nan"), "says 'nan' as its video_shift; it must be a decimal number from"),
+    "no shift": (changed(audio_shift=""), "says '' as its audio_shift; it must be a decimal number from 0.01 to 100"),
+    "too large a shift": (changed(video_shift="100.5"), "video_shift is 100.5; it must be from 0.01 to 100"),
+    "an endless shift": (changed(audio_shift="9" * 400), "audio_shift is infinite (inf); it must be from 0.01"),
     "other frames": (changed(num_frames="56"), "for 56 frames of 64x64 it must hold 'video' F32 [1, 24, 17, 4, 4]"),
     "another size": (changed(width="96"), "for 39 frames of 96x64"),
     "the axes exchanged": (changed({"video": {"shape": [1, 12, 24, 4, 4]}}), "'video' F32 [1, 12, 24, 4, 4]"),

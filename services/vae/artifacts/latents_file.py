@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from core.artifacts import LATENTS, REFINED_LATENTS
 from core.geometry import num_audio_latents, num_video_latents
-from core.latents_file import FLOAT_BYTES, FORMAT, latent_shapes
+from core.latents_file import FLOAT_BYTES, FORMAT, SHIFTS, latent_shapes
 from h3stream.request import ClipSpec
 from services.vae.artifacts.base import Artifact, disk_errors
 
@@ -80,6 +80,7 @@ def _describe(clip: ClipSpec) -> dict[str, str]:
         "width": str(clip.width),
         "height": str(clip.height),
         "seed": str(clip.seed),
+        **{name: repr(float(getattr(clip, name))) for name in SHIFTS},
     }
 
 

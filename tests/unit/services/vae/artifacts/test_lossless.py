@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,7 @@ def fill_sound(directory: Path) -> Artifact:
 
 
 def fill_latents(directory: Path) -> Artifact:
-    made = LatentsFile(directory, CLIP)
+    made = LatentsFile(directory, dataclasses.replace(CLIP, video_shift=0.1 + 0.2))
     for chunk in chunk_table(CLIP.num_frames):
         made.add_latents(*latents(chunk.video_start, chunk.video_stop, chunk.audio_start, chunk.audio_stop))
     return made
@@ -105,7 +106,8 @@ def test_latents_are_each_in_their_place(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.get_tensor("video"), video)
         np.testing.assert_array_equal(file.get_tensor("audio"), audio)
         assert file.metadata() == {
-            "format": "h3stream-latents-1", "num_frames": "39", "width": "96", "height": "64", "seed": "0"
+            "format": "h3stream-latents-1", "num_frames": "39", "width": "96", "height": "64", "seed": "0",
+            "video_shift": "0.30000000000000004", "audio_shift": "3.0",
         }  # fmt: skip
 
 
