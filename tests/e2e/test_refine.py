@@ -36,7 +36,9 @@ from tests.e2e.conftest import Server
 from tests.tools.check_fmp4 import violations
 
 FRAMES = 39
-CLIP = GenerateRequest("a fox in the snow", num_frames=FRAMES, width=96, height=64, steps=2, seed=3)
+CLIP = GenerateRequest(
+    "a fox in the snow", num_frames=FRAMES, width=96, height=64, steps=2, video_shift=5.1, audio_shift=2.2, seed=3
+)
 SPEC = RefineSpec(steps=3)
 
 
