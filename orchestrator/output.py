@@ -64,7 +64,10 @@ class Output:
         self.hash_latents(latents)
         await enter(self._job, self._lane, Phase.DECODE, chunk_index)
         async for media in self._lane.vae.decode_chunk(self._job.job_id, chunk_index, latents):
-            self.emit(media)
+            if isinstance(media, str):
+                self.stream_failed(media)
+            else:
+                self.emit(media)
 
     def emit(self, media: types_pb2.InitSegment | types_pb2.Fragment) -> None:
         """Sends the next piece of the media."""
@@ -74,6 +77,12 @@ class Output:
             self.num_fragments += 1
         self.num_bytes += len(media.data)
         self._job.emit(media, is_refined=self._is_refined)
+
+    def stream_failed(self, reason: str) -> None:
+        """Tells that the media end before the clip."""
+        stream = "refined rendition" if self._is_refined else "media stream"
+        message = f"the {stream} ended early; the clip itself is being completed: {reason}"
+        self._job.emit(video_pb2.Warning(reason="STREAM_FAILED", message=message))
 
     def timings(self) -> video_pb2.Timings:
         """How long things took, until now."""
@@ -89,14 +98,10 @@ class Output:
 
 
 def delivery_warnings(
-    finished: workers_pb2.FinishResponse | workers_pb2.DecodeAudioFinished, stream: str = "media stream"
+    finished: workers_pb2.FinishResponse | workers_pb2.DecodeAudioFinished,
 ) -> list[video_pb2.Warning]:
-    """What of a clip that has been made could not be encoded or written.  stream: what its media are called."""
-    warnings = []
-    if finished.stream_failure:
-        message = f"the {stream} ended early; the clip itself is complete: {finished.stream_failure}"
-        warnings.append(video_pb2.Warning(reason="STREAM_FAILED", message=message))
-    return [*warnings, *(given_up(failure.name, failure.message) for failure in finished.failures)]
+    """What of a clip that has been made could not be written."""
+    return [given_up(failure.name, failure.message) for failure in finished.failures]
 
 
 def audio_warnings(health: types_pb2.AudioHealth, which: str = "", file_name: str = FINAL) -> list[video_pb2.Warning]:

@@ -110,7 +110,9 @@ async def refine(
         None if is_decoded_anew else output,
     )  # fmt: skip
     if is_decoded_anew:
-        await lane.vae.open_session(job.job_id, job.clip, str(job.directory), (REFINED, REFINED_SOUND, REFINED_LATENTS))
+        names_made = (REFINED, REFINED_SOUND, REFINED_LATENTS)
+        if failure := await lane.vae.open_session(job.job_id, job.clip, str(job.directory), names_made):
+            output.stream_failed(failure)
         for index, chunk in enumerate(chunk_table(job.clip.num_frames)):
             await output.decode(index, await refined.chunk(chunk))
     await enter(job, lane, Phase.FINISH)
@@ -123,7 +125,7 @@ async def refine(
         for artifact in delivered.artifacts:
             job.keep(artifact)
     for warning in [
-        *(warning for delivered in deliveries for warning in delivery_warnings(delivered, "refined rendition")),
+        *(warning for delivered in deliveries for warning in delivery_warnings(delivered)),
         *audio_warnings(measured.audio_health, "refined ", REFINED),
     ]:
         job.emit(warning)
@@ -208,10 +210,10 @@ async def _decode_sound(
             finished = message
         elif output is not None:
             output.emit(message)
-    if output is None and finished is not None:
-        finished.stream_failure = ""  # of media that nobody gets
     if finished is None:
         raise PhaseError("the VAE worker ended without saying what it made of the refined sound")
+    if output is not None and finished.stream_failure:
+        output.stream_failed(finished.stream_failure)
     return finished
 
 

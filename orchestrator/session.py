@@ -42,7 +42,8 @@ async def run_session(job: Job, lane: Lane, *, clock: Callable[[], float] = time
     if opened.kv_storage_fallback_reason:
         job.emit(video_pb2.Warning(reason="KV_STORAGE_FALLBACK", message=opened.kv_storage_fallback_reason))
     artifacts = [name for name in job.plan.artifacts if name in WORKER_ARTIFACTS]
-    await lane.vae.open_session(job.job_id, job.clip, str(job.directory), artifacts)
+    if failure := await lane.vae.open_session(job.job_id, job.clip, str(job.directory), artifacts):
+        output.stream_failed(failure)
 
     if job.clip.mode == "dense":
         await _make_at_once(job, lane, output)

@@ -229,8 +229,11 @@ class VaeClient(WorkerClient):
 
     async def open_session(
         self, session_id: str, clip: ClipSpec, artifact_directory: str, artifacts: Sequence[str]
-    ) -> None:
-        """Starts a clip.  artifacts: names of those to write in the directory."""
+    ) -> str:
+        """Starts a clip; returns why it will have no media stream, empty if it will.
+
+        artifacts: names of those to write in the directory.
+        """
         request = workers_pb2.VaeServiceOpenSessionRequest(
             session_id=session_id,
             clip=clip_spec_to_proto(clip),
@@ -238,17 +241,19 @@ class VaeClient(WorkerClient):
             artifacts=artifacts,
         )
         with self._errors():
-            await self._stub.OpenSession(request)
+            response: workers_pb2.VaeServiceOpenSessionResponse = await self._stub.OpenSession(request)
+        return response.stream_failure
 
     async def decode_chunk(
         self, session_id: str, chunk_index: int, latents: TensorParts
-    ) -> AsyncIterator[types_pb2.InitSegment | types_pb2.Fragment]:
-        """Yields what the chunk's latents made final: the init segment once, then fragments."""
+    ) -> AsyncIterator[types_pb2.InitSegment | types_pb2.Fragment | str]:
+        """Yields what the chunk's latents made final: the init segment once, then fragments; last, where the media
+        stream ends before the clip, why."""
         message = workers_pb2.DecodeChunkRequest
         header = workers_pb2.DecodeChunkHeader(session_id=session_id, chunk_index=chunk_index)
         requests = [message(header=header), *(message(tensor=part) for part in latents)]
         async for response in self._responses(self._stub.DecodeChunk(iter(requests))):
-            yield response.init_segment if response.HasField("init_segment") else response.fragment
+            yield getattr(response, response.WhichOneof("payload"))
 
     async def decode_audio(
         self, header: workers_pb2.DecodeAudioHeader, tensors: AsyncIterable[types_pb2.TensorPart]

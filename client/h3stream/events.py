@@ -430,7 +430,7 @@ class RefinedAudio(Event):
     sampling_s: float
     """Seconds of the steps."""
     is_warm: bool
-    """Whether the cache came from an earlier refinement."""
+    """Whether the first step used the cache of an earlier refinement."""
 
 
 @dataclass(frozen=True, kw_only=True)

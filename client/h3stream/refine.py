@@ -68,7 +68,7 @@ class RefineSpec:
     audio_denoise: float = 0.5
     """How far back on the schedule the sound is put, 0.01 to 1: 0.3 to 0.6 keeps what is heard, 1 makes it anew."""
     video_denoise: float = 0.0
-    """How far the video may move with it, 0 to 1. At 0 it is returned bit for bit."""
+    """How far the video may move with it: 0, or 0.001 to 1. At 0 it is returned bit for bit."""
     sampler: str = "euler"
     """"euler", "heun" or "dpmpp_2m"."""
     scheduler: str = "simple"

@@ -22,7 +22,7 @@ from services.vae.config import VaeConfig
 from services.vae.media.encoders import AacEncoder, open_h264_encoder
 from services.vae.media_lane import StreamStart
 from services.vae.refined import DecodedSound, RefinedSound
-from services.vae.worker import Media, VaeWorker, sound_shape
+from services.vae.worker import Media, StreamFailure, VaeWorker, sound_shape
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,10 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
         clip = clip_spec_from_proto(request.clip)
         directory = _path(request.artifact_directory)
         names = tuple(request.artifacts)
-        await self._runner.run(lambda _: self._worker.open_session(request.session_id, clip, directory, names))
-        return workers_pb2.VaeServiceOpenSessionResponse()
+        failure = await self._runner.run(
+            lambda _: self._worker.open_session(request.session_id, clip, directory, names)
+        )
+        return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure)
 
     async def DecodeChunk(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest], context: Any
@@ -97,7 +99,6 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
             artifacts=_to_artifacts(finished.artifacts),
             audio_health=types_pb2.AudioHealth(**asdict(finished.sound)),
             failures=_to_failures(finished.failures),
-            stream_failure=finished.stream_failure,
         )
 
     async def CloseSession(
@@ -170,6 +171,8 @@ def _payload(media: Media) -> dict[str, Any]:
     """The payload of a response, by the name of its field."""
     if isinstance(media, StreamStart):
         return {"init_segment": types_pb2.InitSegment(**asdict(media))}
+    if isinstance(media, StreamFailure):
+        return {"stream_failure": media.reason}
     return {"fragment": types_pb2.Fragment(**asdict(media.media), chunk_index=media.chunk_index)}
 
 

@@ -47,8 +47,15 @@ class ChunkFragment:
     """The fragment."""
 
 
-Media = StreamStart | ChunkFragment
-"""What decoding gives: the start of the stream once, then fragments."""
+@dataclass(frozen=True)
+class StreamFailure:
+    """The media stream has ended before the clip."""
+
+    reason: str
+
+
+Media = StreamStart | ChunkFragment | StreamFailure
+"""What decoding gives: the start of the stream once, then fragments, and its early end if it comes to one."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,6 @@ class FinishedClip:
     """Complete files, in the session's artifact directory."""
     failures: list[ArtifactFailure]
     """Artifacts that could not be written."""
-    stream_failure: str
-    """Why the media stream ended before the clip; empty: it is whole."""
     sound: SoundReport
     """Measurements of the soundtrack."""
 
@@ -79,6 +84,8 @@ class VaeSession:
     """Its decoders, encoders and muxer."""
     chunks: tuple[Chunk, ...]
     """All chunks of the clip."""
+    opening_failure: str
+    """Why there is no media stream; empty if there is."""
     num_decoded: int = 0
     """Chunks decoded."""
     last_answer: list[Media] = field(default_factory=list)
@@ -121,20 +128,22 @@ class VaeWorker:
         clip: ClipSpec,
         artifact_directory: Path | None,
         artifacts: Collection[str] = tuple(WORKER_ARTIFACTS),
-    ) -> None:
+    ) -> str:
         """Starts a clip; needs no phase. Opening it again with the same arguments changes nothing.
+
+        Returns why there will be no media stream; empty if there will be.
 
         artifacts: names of those to write; others than the worker's own are passed over. Those of a refined clip are
         made as those of a clip are.
-        Raises InvalidRequestError for a clip that cannot be or a session that is open with another one. Encoders and
-        artifacts that cannot be opened are told by `finish`.
+        Raises InvalidRequestError for a clip that cannot be or a session that is open with another one. Artifacts that
+        cannot be opened are told by `finish`.
         """
         session = self._sessions.get(session_id)
         if session is not None:
             asked = clip, artifact_directory, frozenset(artifacts)
             if (session.clip, session.artifact_directory, session.artifacts) != asked:
                 raise InvalidRequestError(f"session {session_id!r} is open with another clip, directory or artifacts")
-            return
+            return session.opening_failure
         if not session_id:
             raise InvalidRequestError("session_id is empty")
         refuse(clip_violations(clip))
@@ -148,8 +157,14 @@ class VaeWorker:
             video_encoder=self._config.video_encoder,
         )
         self._sessions[session_id] = VaeSession(
-            clip, artifact_directory, frozenset(artifacts), decoder, chunk_table(clip.num_frames)
+            clip,
+            artifact_directory,
+            frozenset(artifacts),
+            decoder,
+            chunk_table(clip.num_frames),
+            decoder.stream_failure,
         )
+        return decoder.stream_failure
 
     def latent_shapes(self, session_id: str, chunk_index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a chunk's video `[1, 24, t, H, W]` and audio `[1, 32, 2, a]` latents.
@@ -208,6 +223,7 @@ class VaeWorker:
             answer.append(media)
             emit(media)
 
+        failed_before = bool(session.decoder.stream_failure)
         session.is_broken = True  # until the chunk is through
         if chunk_index == 0 and session.decoder.start is not None:
             answer_with(session.decoder.start)
@@ -218,6 +234,8 @@ class VaeWorker:
             lambda fragment: answer_with(ChunkFragment(chunk_index, fragment)),
             cancelled,
         )
+        if session.decoder.stream_failure and not failed_before:
+            answer_with(StreamFailure(session.decoder.stream_failure))
         session.last_answer = answer
         session.num_decoded += 1
         session.is_broken = False
@@ -235,7 +253,7 @@ class VaeWorker:
                 )
             decoder = session.decoder
             artifacts = decoder.finish()
-            session.finished = FinishedClip(artifacts, decoder.failures, decoder.stream_failure, decoder.sound_report())
+            session.finished = FinishedClip(artifacts, decoder.failures, decoder.sound_report())
         return session.finished
 
     def close_session(self, session_id: str) -> bool:

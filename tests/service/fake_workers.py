@@ -240,7 +240,8 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         self.clips[request.session_id] = clip_spec_from_proto(request.clip)
         self.orders[request.session_id] = Path(request.artifact_directory), request.artifacts
         self.worker.sessions.add(request.session_id)
-        return workers_pb2.VaeServiceOpenSessionResponse()
+        failure = self.script.stream_failure if self.script.stream_end == 0 else ""
+        return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure)
 
     async def DecodeChunk(self, request_iterator, context):
         self.worker.weights.require()
@@ -252,7 +253,10 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             self.check_chunk(clip, header.chunk_index, requests[1:])
         emitted = (0, *emission_table(clip.num_frames))
         first, stop = emitted[header.chunk_index], emitted[header.chunk_index + 1]
-        if stop == first or (self.script.stream_end is not None and stop > self.script.stream_end):
+        end = self.script.stream_end
+        if stop == first or (end is not None and stop > end):
+            if end is not None and 0 < end == first:
+                yield workers_pb2.DecodeChunkResponse(stream_failure=self.script.stream_failure)
             return
         if first == 0:
             yield workers_pb2.DecodeChunkResponse(
@@ -290,7 +294,6 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             artifacts=[write_artifact(directory, name, clip) for name in names if name in MADE and name not in full],
             audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1),
             failures=[workers_pb2.ArtifactFailure(name=name, message="the disk is full") for name in full],
-            stream_failure=self.script.stream_failure,
         )
 
     async def DecodeAudio(self, request_iterator, context):
@@ -416,9 +419,10 @@ class FakeLaneHost:
             served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters, preview_map=preview_map)
             workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
             register(service(fake, self.script), server.server)
-            addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")
+            # Known before it starts: who is cancelled in the middle of a start stops what there is.
             self.workers[worker], self._servers[worker] = fake, server
             self._runners.append(runner)
+            addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")
         return addresses
 
     async def kill(self, worker: Worker) -> None:

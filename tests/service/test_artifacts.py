@@ -72,6 +72,19 @@ async def test_a_stream_that_ends_early_is_told_and_the_job_succeeds(service: Se
     assert "stream_complete" not in kinds(events), "it is not"
     assert warnings(events)["STREAM_FAILED"].endswith("the encoder is out of order")
     assert {artifact.name for artifact in events[-1].completed.artifacts} == set(DEFAULT_ARTIFACTS)
+    told = next(event for event in events if event.warning.reason == "STREAM_FAILED")
+    chunks = [event.progress.chunk_index for event in events if event.HasField("progress") and event.seq < told.seq]
+    assert max(chunks) == 2, "as soon as it is known"
+
+
+async def test_a_stream_that_there_will_not_be_is_told_before_anything_is_sampled(service: Service) -> None:
+    service.script.stream_end, service.script.stream_failure = 0, "no encoder can be opened"
+    events = await service.generate()
+    told = next(event for event in events if event.warning.reason == "STREAM_FAILED")
+    assert told.warning.message.endswith("no encoder can be opened")
+    assert not any(event.progress.step for event in events if event.seq < told.seq)
+    assert [event.warning.reason for event in events if event.HasField("warning")] == ["STREAM_FAILED"]
+    assert events[-1].HasField("completed")
 
 
 async def finished(service: Service) -> str:

@@ -274,8 +274,10 @@ class VaeServiceOpenSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VaeServiceOpenSessionResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("stream_failure",)
+    STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    stream_failure: str
+    def __init__(self, stream_failure: _Optional[str] = ...) -> None: ...
 
 class DecodeChunkRequest(_message.Message):
     __slots__ = ("header", "tensor")
@@ -294,12 +296,14 @@ class DecodeChunkHeader(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class DecodeChunkResponse(_message.Message):
-    __slots__ = ("init_segment", "fragment")
+    __slots__ = ("init_segment", "fragment", "stream_failure")
     INIT_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
     init_segment: _types_pb2.InitSegment
     fragment: _types_pb2.Fragment
-    def __init__(self, init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
+    stream_failure: str
+    def __init__(self, init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., stream_failure: _Optional[str] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -308,16 +312,14 @@ class FinishRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class FinishResponse(_message.Message):
-    __slots__ = ("artifacts", "audio_health", "failures", "stream_failure")
+    __slots__ = ("artifacts", "audio_health", "failures")
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     AUDIO_HEALTH_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
     artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
     audio_health: _types_pb2.AudioHealth
     failures: _containers.RepeatedCompositeFieldContainer[ArtifactFailure]
-    stream_failure: str
-    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ..., stream_failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., audio_health: _Optional[_Union[_types_pb2.AudioHealth, _Mapping]] = ..., failures: _Optional[_Iterable[_Union[ArtifactFailure, _Mapping]]] = ...) -> None: ...
 
 class DecodeAudioRequest(_message.Message):
     __slots__ = ("header", "tensor")

@@ -19,7 +19,7 @@ from services.common.verbs import VerbCancelled
 from services.vae.config import VaeConfig
 from services.vae.media.boxes import Packet
 from services.vae.media.encoders import H264Encoder
-from services.vae.worker import VaeWorker
+from services.vae.worker import StreamFailure, VaeWorker
 from tests.unit.services.vae.harness import Recorder, latents, make_clip, run_clip
 from tests.vae_layouts import lend_config, write_vae
 
@@ -215,7 +215,7 @@ def test_finishing_needs_every_chunk_and_repeats_its_answer(worker: VaeWorker, t
     finished = worker.finish("s")
     assert worker.finish("s") == finished
     assert {file.name for file in finished.artifacts} == WORKER_ARTIFACTS.keys()
-    assert (finished.failures, finished.stream_failure) == ([], "")
+    assert finished.failures == []
 
 
 def test_the_sound_report_is_that_of_the_whole_waveform(worker: VaeWorker) -> None:
@@ -278,12 +278,14 @@ def test_only_the_artifacts_that_are_named_are_written(worker: VaeWorker, tmp_pa
 def test_without_an_encoder_there_is_no_stream_and_all_that_is_lossless(model_directory: Path, tmp_path: Path) -> None:
     worker = VaeWorker(VaeConfig(model_directory, device="cpu", video_encoder="none"))
     worker.weights.enter()
+    failure = worker.open_session("s", CLIP, tmp_path)
+    assert failure.startswith("the H.264 encoder 'none' is not known")
     assert run_clip(worker, CLIP, "s", tmp_path).media == []
     finished = worker.finish("s")
-    assert finished.stream_failure.startswith("the H.264 encoder 'none' is not known")
+    assert worker.open_session("s", CLIP, tmp_path) == failure
     assert [file.name for file in finished.artifacts] == ["frames.mkv", "audio.flac", "latents.safetensors"]
     assert {failure.name for failure in finished.failures} == {"stream.mp4", "final.mp4"}
-    assert all(failure.message.endswith(finished.stream_failure) for failure in finished.failures)
+    assert all(given_up.message.endswith(failure) for given_up in finished.failures)
 
 
 def test_an_encoder_that_fails_half_way_ends_the_stream_alone(
@@ -301,10 +303,11 @@ def test_an_encoder_that_fails_half_way_ends_the_stream_alone(
 
     monkeypatch.setattr(H264Encoder, "encode", fail_at_20)
     broken = run_clip(worker, clip, "broken", tmp_path / "broken")
-    assert broken.media == whole.media[: len(broken.media)], "what was sent before is the stream's beginning"
+    *sent, end = broken.media
+    assert sent == whole.media[: len(sent)], "what was sent before is the stream's beginning"
+    assert end == StreamFailure("the encoder is out of order")
     assert sum(fragment.media.num_frames for fragment in broken.fragments) == 17
     finished = worker.finish("broken")
-    assert finished.stream_failure == "the encoder is out of order"
     assert finished.artifacts == [expected[name] for name in ("frames.mkv", "audio.flac", "latents.safetensors")]
     assert {failure.name for failure in finished.failures} == {"stream.mp4", "final.mp4"}
     assert {path.name for path in (tmp_path / "broken").iterdir()} == {file.name for file in finished.artifacts}
