@@ -95,7 +95,12 @@ _NO_HOST = ("DNS resolution failed", "errors resolving")
 def is_connection_loss(error: grpc.RpcError) -> bool:
     """Whether a call failed for its connection: the server itself says why it refuses, and how a job ended."""
     info, _, _ = _details(error)
-    return error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN
+    return _is_cut_sending(error) or (error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN)
+
+
+def _is_cut_sending(error: grpc.RpcError) -> bool:
+    """Whether a call ended under a message that was being sent: grpc.aio then has no status but one of its own."""
+    return error.code() == grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
 
 
 def is_nobody_there(error: grpc.RpcError) -> bool:
@@ -117,6 +122,8 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
         cls = _CLASS_OF_STATUS.get(code, GenerationError)
         if code == grpc.StatusCode.UNIMPLEMENTED:
             message = f"the server does not know this call; it may be older than this client ({message})"
+    if _is_cut_sending(error):
+        cls, message = errors.NotReadyError, "the connection was lost while a message was being sent"
     if address and is_connection_loss(error):
         log.debug("%s: %s", address, message)
         message = _unreachable(message, address)
