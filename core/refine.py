@@ -23,7 +23,7 @@ from core.request import (
     prompt_violations,
     range_violations,
 )
-from core.schedule import dense_sigmas, float32
+from core.schedule import dense_sigmas, float32, shifted
 
 SAMPLERS = ("euler", "heun", "dpmpp_2m")
 """Deterministic, and safe where video and sound run on two schedules: `heun` needs the model at grid points only, and
@@ -289,13 +289,9 @@ def refine_sigmas(
 def simple_sigmas(length: int, shift: float) -> tuple[float, ...]:
     """`length + 1` float32 noise levels, picked evenly from a table of 1000, then 0."""
     picked = (TABLE_SIZE - int(x * TABLE_SIZE / length) for x in range(length))
-    return (*(float32(_shifted(i / TABLE_SIZE, shift)) for i in picked), 0.0)
-
-
-def _shifted(base: float, shift: float) -> float:
-    return shift * base / (1 + (shift - 1) * base)
+    return (*(float32(shifted(i / TABLE_SIZE, shift)) for i in picked), 0.0)
 
 
 def _other_shift(sigma: float, shift: float, other: float) -> float:
     """The noise level at another shift of the same point of the base grid."""
-    return _shifted(sigma / (shift - (shift - 1) * sigma), other)
+    return shifted(sigma / (shift - (shift - 1) * sigma), other)

@@ -24,9 +24,13 @@ def shifted_sigmas(steps: int, shift: float) -> tuple[float, ...]:
         raise ValueError(f"steps {steps} must be at least 1 and shift {shift} above 0 and finite")
     grid = [1.0]  # set, not computed: for a shift such as 0.01 the formula's own rounding misses 1
     for i in range(1, steps):
-        u = 1 - i / steps
-        grid.append(shift * u / (1 + (shift - 1) * u))
+        grid.append(shifted(1 - i / steps, shift))
     return tuple(grid)
+
+
+def shifted(base: float, shift: float) -> float:
+    """The noise level at a shift of a point of the even grid from 1 to 0."""
+    return shift * base / (1 + (shift - 1) * base)
 
 
 def dense_sigmas(steps: int, shift: float) -> tuple[float, ...]:

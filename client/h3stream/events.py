@@ -196,17 +196,46 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitSegment(Event):
-    """Start of the media stream: `ftyp` and `moov`. Comes once, before any fragment."""
+class _InitSegmentFields:
+    """`ftyp` and `moov` of a rendition."""
 
     data: bytes
     """The bytes."""
     mime_type: str
     """MIME type with the codecs string."""
     video_encoder: str
-    """Name of the H.264 encoder in use."""
+    """Name of the H.264 encoder in use; empty where there are no pictures."""
     audio_encoder: str
     """Name of the AAC encoder in use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FragmentFields:
+    """One `moof` and its `mdat`."""
+
+    data: bytes
+    """The bytes."""
+    fragment_index: int
+    """Position among the rendition's fragments, from 0."""
+    chunk_index: int
+    """The chunk whose latents completed these frames; -1 where there are no pictures."""
+    start_ticks: int
+    """Where it begins, in ticks of 1/96000 s."""
+    duration_ticks: int
+    """How long it lasts, in ticks of 1/96000 s."""
+    first_frame: int
+    """First frame, counted from 0."""
+    num_frames: int
+    """Number of frames; 0 where there are no pictures."""
+    num_samples_total: int
+    """Audio samples of each channel from the start of the stream to the end of this fragment."""
+    is_keyframe: bool
+    """Whether decoding can start here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSegment(_InitSegmentFields, Event):
+    """Start of the media stream: `ftyp` and `moov`. Comes once, before any fragment."""
 
     @property
     def media(self) -> bytes:
@@ -215,27 +244,8 @@ class InitSegment(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragment(Event):
+class Fragment(_FragmentFields, Event):
     """Next piece of the media stream: one `moof` and its `mdat`."""
-
-    data: bytes
-    """The bytes."""
-    fragment_index: int
-    """Position among the clip's fragments, from 0."""
-    chunk_index: int
-    """The chunk whose latents completed these frames."""
-    start_ticks: int
-    """Time of the first frame, in ticks of 1/96000 s."""
-    duration_ticks: int
-    """Duration of the frames, in ticks of 1/96000 s."""
-    first_frame: int
-    """First frame, counted from 0."""
-    num_frames: int
-    """Number of frames."""
-    num_samples_total: int
-    """Audio samples of each channel from the start of the stream to the end of this fragment."""
-    is_keyframe: bool
-    """Whether decoding can start here."""
 
     @property
     def media(self) -> bytes:
@@ -362,17 +372,8 @@ class RefineProgress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefinedInitSegment(Event):
+class RefinedInitSegment(_InitSegmentFields, Event):
     """Start of the refined rendition: `ftyp` and `moov`. Comes once, before any of its fragments."""
-
-    data: bytes
-    """The bytes."""
-    mime_type: str
-    """MIME type with the codecs string."""
-    video_encoder: str
-    """Name of the H.264 encoder in use; empty where there are no pictures."""
-    audio_encoder: str
-    """Name of the AAC encoder in use."""
 
     @property
     def refined_media(self) -> bytes:
@@ -381,27 +382,8 @@ class RefinedInitSegment(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefinedFragment(Event):
+class RefinedFragment(_FragmentFields, Event):
     """Next piece of the refined rendition: the sound, with pictures where the video is not the source's."""
-
-    data: bytes
-    """The bytes."""
-    fragment_index: int
-    """Position among the rendition's fragments, from 0."""
-    chunk_index: int
-    """The chunk whose latents completed these frames; -1 where there are no pictures."""
-    start_ticks: int
-    """Where it begins, in ticks of 1/96000 s."""
-    duration_ticks: int
-    """How long it lasts, in ticks of 1/96000 s."""
-    first_frame: int
-    """First frame, counted from 0."""
-    num_frames: int
-    """Number of frames; 0 where there are no pictures."""
-    num_samples_total: int
-    """Audio samples of each channel from the start of the stream to the end of this fragment."""
-    is_keyframe: bool
-    """Whether decoding can start here."""
 
     @property
     def refined_media(self) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from tests.fakes import (
     plan_of,
     refine_events_of,
 )
+from tests.service.client.conftest import Call
 
 PLAN = plan_of(GenerateRequest("a fox"))
 SPEC = RefineSpec(
@@ -48,25 +48,6 @@ SPEC = RefineSpec(
     cache=FrozenCacheSpec(contents="kv", precision="fp8", text="kept", refresh_interval=2, backend="disk",
                           allow_disk=True, vram_margin_gb=2.0, on_no_room="exact"),
 )  # fmt: skip
-
-Call = Callable[..., Any]
-"""`await call("refine", "job-0")` collects the events of that call."""
-
-
-@pytest.fixture(params=["asyncio", "blocking"])
-async def call(request: pytest.FixtureRequest, address: str) -> Call:
-    async def with_asyncio(verb: str, *arguments: Any, **options: Any) -> list[Event]:
-        async with AsyncClient(address) as client:
-            return [event async for event in getattr(client, verb)(*arguments, **options)]
-
-    def block(verb: str, *arguments: Any, **options: Any) -> list[Event]:
-        with Client(address) as client:
-            return list(getattr(client, verb)(*arguments, **options))
-
-    async def with_threads(*arguments: Any, **options: Any) -> list[Event]:
-        return await asyncio.to_thread(block, *arguments, **options)
-
-    return with_asyncio if request.param == "asyncio" else with_threads
 
 
 def made(spec: RefineSpec | None = None, job_id: str = "refine-0") -> list[Event]:
