@@ -40,6 +40,8 @@ CHILD = """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, (lambda: None) if mode == "deaf" else stop.set)
+        if mode == "slow":
+            await stop.wait()
         if mode != "deaf":
             loop.add_reader(0, lambda: os.read(0, 1) or stop.set())
         async with serve_video(FakeVideoService(script=Script(stall_at=3 if mode == "stall" else -1))) as address:
@@ -197,7 +199,8 @@ async def test_an_interrupt_cancels_the_job_and_stops_the_server(marks: Path, mo
     assert (marks / "stopped").exists()
 
 
-async def test_an_interrupt_while_the_server_starts_stops_it(marks: Path) -> None:
+async def test_an_interrupt_while_the_server_starts_stops_it(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODE", "slow")  # it never listens, so an interrupt that is lost shows
     process = await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model")
     await until((marks / "arguments").exists)
     process.send_signal(signal.SIGINT)
