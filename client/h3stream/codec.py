@@ -12,15 +12,17 @@ from h3stream.adapters import MAX_ADAPTERS, AdapterChoice, AdapterUse
 from h3stream.errors import FieldViolation, InvalidRequestError
 from h3stream.events import Event, Plan
 from h3stream.fields import invalid_request, too_many
-from h3stream.job import AdapterInfo, Job, ModelPart, ServerInfo
+from h3stream.job import AdapterInfo, Job, JobPage, ModelPart, ServerInfo
 from h3stream.mirror import Mirror
 from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
 from h3stream.request import (
     KV_STORAGES,
     MAX_ARTIFACTS,
     SAMPLING_MODES,
+    Branch,
     ClipSpec,
     GenerateRequest,
+    JobPriority,
     KvStorage,
     PreviewSpec,
     SamplingMode,
@@ -39,11 +41,22 @@ MODE_TO_PROTO: dict[SamplingMode, types_pb2.SamplingMode] = {
 }
 MODE_FROM_PROTO: dict[int, SamplingMode] = {int(v): k for k, v in MODE_TO_PROTO.items()}
 
+PRIORITY_TO_PROTO: dict[JobPriority, video_pb2.JobPriority] = {
+    "low": video_pb2.JOB_PRIORITY_LOW,
+    "normal": video_pb2.JOB_PRIORITY_NORMAL,
+    "high": video_pb2.JOB_PRIORITY_HIGH,
+}
+PRIORITY_FROM_PROTO: dict[int, JobPriority] = {
+    int(video_pb2.JOB_PRIORITY_UNSPECIFIED): "normal",
+    **{int(v): k for k, v in PRIORITY_TO_PROTO.items()},
+}
+
 MIRRORED: dict[type[Any], type[Message]] = {
     ClipSpec: types_pb2.ClipSpec,
     AdapterUse: types_pb2.AdapterUse,
     AdapterChoice: types_pb2.AdapterChoice,
     PreviewSpec: types_pb2.PreviewSpec,
+    Branch: video_pb2.Branch,
     TimeRange: types_pb2.TimeRange,
     FrozenCacheSpec: types_pb2.FrozenCacheSpec,
     RefineSpec: types_pb2.RefineSpec,
@@ -57,6 +70,10 @@ MIRRORED: dict[type[Any], type[Message]] = {
     job.JobError: video_pb2.JobError,
     job.RemovedArtifact: video_pb2.RemovedArtifact,
     job.Job: video_pb2.Job,
+    job.JobPage: video_pb2.ListJobsResponse,
+    job.TenantLimits: video_pb2.TenantLimits,
+    job.TenantUsage: video_pb2.TenantUsage,
+    job.Caller: video_pb2.Caller,
     job.AdapterInfo: types_pb2.AdapterInfo,
     job.ModelPart: types_pb2.ModelPart,
     job.ServerInfo: video_pb2.GetServerInfoResponse,
@@ -87,6 +104,7 @@ _MIRROR = Mirror(
     unspecified={
         "h3stream.v1.KvStorage": "gpu",
         "h3stream.v1.SamplingMode": "streaming",
+        "h3stream.v1.JobPriority": "normal",
         "h3stream.v1.CacheContents": FrozenCacheSpec.contents,
         "h3stream.v1.CachePrecision": FrozenCacheSpec.precision,
         "h3stream.v1.CacheText": FrozenCacheSpec.text,
@@ -180,6 +198,13 @@ def request_to_proto(request: GenerateRequest) -> video_pb2.GenerateRequest:
     message.artifacts.extend(request.artifacts)
     if request.refine_audio is not None:
         message.refine_audio.CopyFrom(refine_spec_to_proto(request.refine_audio))
+    if request.branch is not None:
+        message.branch.CopyFrom(_MIRROR.to_message(request.branch, video_pb2.Branch))
+    if request.priority != "normal":
+        message.priority = PRIORITY_TO_PROTO[request.priority]
+    if request.deadline_s is not None:
+        message.deadline_s = request.deadline_s
+    message.idempotency_key = request.idempotency_key
     if request.window == "all":
         message.unlimited_window = True
     elif request.window is not None:
@@ -225,6 +250,12 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
             fields["refine_audio"] = refine_spec_from_proto(message.refine_audio, "refine_audio")
         except InvalidRequestError as error:
             violations += error.violations
+    if message.HasField("branch"):
+        fields["branch"] = _MIRROR.from_message(message.branch)
+        violations += _unknown_fields(message.branch)
+    order, wrong = order_from_proto(message)
+    fields |= order
+    violations += wrong
     if message.HasField("window"):
         fields["window"] = message.window
     elif message.HasField("unlimited_window"):
@@ -240,6 +271,19 @@ def request_from_proto(message: video_pb2.GenerateRequest) -> GenerateRequest:
     if violations:
         raise invalid_request(violations)
     return request
+
+
+def order_from_proto(
+    message: video_pb2.GenerateRequest | video_pb2.RefineHeader,
+) -> tuple[dict[str, Any], list[FieldViolation]]:
+    """When a job is to run and what its request is called: fields of a request, and what is wrong with them."""
+    fields: dict[str, Any] = {"idempotency_key": message.idempotency_key}
+    if message.HasField("deadline_s"):
+        fields["deadline_s"] = message.deadline_s
+    if (priority := PRIORITY_FROM_PROTO.get(message.priority)) is None:
+        names = ", ".join(f"{video_pb2.JobPriority.Name(value)} ({value})" for value in PRIORITY_TO_PROTO.values())
+        return fields, [FieldViolation("priority", f"priority is {message.priority}; it must be one of {names}")]
+    return fields | {"priority": priority}, []
 
 
 def plan_request_to_proto(request: GenerateRequest) -> video_pb2.PlanGenerationRequest:
@@ -262,7 +306,9 @@ def refuse_unknown_fields(message: Message) -> None:
 def event_to_proto(event: Event) -> video_pb2.Event:
     """The wire form of an event."""
     name, payload_class = _PAYLOAD_OF_EVENT[type(event)]
-    message = video_pb2.Event(seq=event.seq, job_id=event.job_id, media_time_ticks=event.media_time_ticks)
+    message = video_pb2.Event(
+        seq=event.seq, job_id=event.job_id, media_time_ticks=event.media_time_ticks, elapsed_s=event.elapsed_s
+    )
     getattr(message, name).CopyFrom(_MIRROR.to_message(event, payload_class))
     return message
 
@@ -273,6 +319,7 @@ def event_from_proto(message: video_pb2.Event) -> Event:
         "seq": message.seq,
         "job_id": message.job_id,
         "media_time_ticks": message.media_time_ticks,
+        "elapsed_s": message.elapsed_s,
     }
     name = message.WhichOneof("payload")
     if name is None:
@@ -301,6 +348,12 @@ def job_from_proto(message: video_pb2.Job) -> Job:
     """The job of a message."""
     value: Job = _MIRROR.from_message(message)
     return value
+
+
+def job_page_from_proto(message: video_pb2.ListJobsResponse) -> JobPage:
+    """The jobs of a message."""
+    page: JobPage = _MIRROR.from_message(message)
+    return page
 
 
 def artifact_to_proto(value: events.Artifact) -> types_pb2.Artifact:

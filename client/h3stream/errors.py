@@ -5,8 +5,14 @@
     │  └─ OffGridError            ... a frame count off the 17k + 5 grid
     ├─ UnsupportedError           FAILED_PRECONDITION  this server cannot do that in its present state
     ├─ OverloadedError            RESOURCE_EXHAUSTED   carries retry_after_s
+    │  ├─ QuotaExceededError      ... a limit of the caller's tenant
+    │  └─ RateLimitedError        ... too many calls
+    ├─ UnauthenticatedError       UNAUTHENTICATED      no key, or none that is known
+    ├─ PermissionDeniedError      PERMISSION_DENIED    the key does not allow it
+    ├─ IdempotencyKeyError        ALREADY_EXISTS       the key named another request
     ├─ NotReadyError              UNAVAILABLE          not started, or gone
     │  ├─ ModelLoadingError
+    │  ├─ ServerStoppingError     ... jobs go on when it is back
     │  └─ WorkerLostError
     ├─ JobNotFoundError           NOT_FOUND
     ├─ ArtifactNotFoundError      NOT_FOUND            the job has no such artifact, or no longer
@@ -15,7 +21,8 @@
     ├─ BrokenStreamError          DATA_LOSS            events are missing, doubled or out of order
     └─ PhaseError                 INTERNAL             a phase of the job failed
        ├─ DeviceMemoryError
-       └─ MuxError
+       ├─ MuxError
+       └─ ResumeError             ... the job cannot be taken up again as it was
     StartupError                  ends a process with one clear line
     ├─ ConfigError
     └─ CheckpointError
@@ -109,6 +116,36 @@ class OverloadedError(GenerationError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceededError(OverloadedError):
+    """A limit of the caller's tenant is reached."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class RateLimitedError(OverloadedError):
+    """Too many calls came from there."""
+
+    reason = "RATE_LIMITED"
+
+
+class UnauthenticatedError(GenerationError):
+    """The server does not know who calls."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(GenerationError):
+    """The caller's key does not allow that."""
+
+    reason = "PERMISSION_DENIED"
+
+
+class IdempotencyKeyError(GenerationError):
+    """The idempotency key has named another request."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
+
+
 class NotReadyError(GenerationError):
     """The server cannot be reached, is starting or is stopping."""
 
@@ -119,6 +156,12 @@ class ModelLoadingError(NotReadyError):
     """The model is still being loaded."""
 
     reason = "MODEL_LOADING"
+
+
+class ServerStoppingError(NotReadyError):
+    """The server is stopping; its jobs go on when it is back."""
+
+    reason = "SERVER_STOPPING"
 
 
 class WorkerLostError(NotReadyError):
@@ -173,6 +216,12 @@ class MuxError(PhaseError):
     """A codec or the muxer failed."""
 
     reason = "MUX_FAILED"
+
+
+class ResumeError(PhaseError):
+    """The job cannot be taken up again: what is left of it is damaged, or does not agree with what was delivered."""
+
+    reason = "RESUME_FAILED"
 
 
 class StartupError(Exception):

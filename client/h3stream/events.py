@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from h3stream.refine import CacheBackend, RefineSpec, StepMode
-from h3stream.request import ClipSpec, PreviewSpec
+from h3stream.request import Branch, ClipSpec, PreviewSpec
 
 TICKS_PER_SECOND = 96_000
 """Media time counts in these: a frame is 4000 of them, an audio sample 3."""
@@ -73,6 +73,8 @@ class Plan:
     """Names of the artifacts that will be kept."""
     refine_audio: RefineSpec | None = None
     """How the sound will be refined; None: it will not be."""
+    branch: Branch | None = None
+    """What the clip goes on from, prompt and seed filled in; None: it begins at its beginning."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Event:
     """The job."""
     media_time_ticks: int
     """End of the last frame emitted so far, in ticks of 1/96000 s."""
+    elapsed_s: float = 0.0
+    """Seconds since the job was accepted."""
 
     @property
     def media(self) -> bytes:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal
 
 from h3stream.events import Artifact, Phase, Plan
-from h3stream.request import ClipSpec, PreviewSpec
+from h3stream.request import ClipSpec, JobPriority, PreviewSpec
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """State of a job; "unknown" stands for one that a newer server has and this version has not."""
@@ -66,6 +66,68 @@ class Job:
     """Artifacts that there were and that have been removed to make room."""
     source_job_id: str = ""
     """The job whose clip this one refines; empty for a job that makes a clip, or refines an upload."""
+    tenant: str = ""
+    """Whose job it is."""
+    prompt: str = ""
+    """What it shows and sounds like."""
+    priority: JobPriority = "normal"
+    """Which of its tenant's jobs come first."""
+    queue_position: int = 0
+    """Jobs ahead of it while it is queued."""
+    num_resumes: int = 0
+    """How often it was taken up again after a worker or the server was lost."""
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """Some jobs of a list."""
+
+    jobs: tuple[Job, ...]
+    """The newest first."""
+    next_page_token: str
+    """What asks for the next page; empty: this is the last."""
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """What a tenant may have at a time; 0: no limit but the server's own."""
+
+    max_running_jobs: int = 0
+    """Jobs on lanes."""
+    max_queued_jobs: int = 0
+    """Jobs that wait."""
+    max_pending_frames: int = 0
+    """Frames of all clips that wait or are being made."""
+    max_stored_bytes: int = 0
+    """Bytes of the events and artifacts of jobs that have ended."""
+
+
+@dataclass(frozen=True)
+class TenantUsage:
+    """What a tenant has."""
+
+    num_running_jobs: int = 0
+    """Jobs on lanes."""
+    num_queued_jobs: int = 0
+    """Jobs that wait."""
+    num_pending_frames: int = 0
+    """Frames of all clips that wait or are being made."""
+    num_stored_bytes: int = 0
+    """Bytes of the events and artifacts of jobs that have ended."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who a caller is, and what it may do."""
+
+    tenant: str
+    """The tenant whose jobs it makes; "default" where callers are not authenticated."""
+    scopes: tuple[str, ...]
+    """What its key allows: "generate", "read_own", "read_all", "admin"."""
+    limits: TenantLimits
+    """What its tenant may have at a time."""
+    usage: TenantUsage
+    """What its tenant has now."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +229,5 @@ class ServerInfo:
     """Artifacts that a request may name."""
     default_artifacts: tuple[str, ...]
     """Those that are kept where a request names none."""
+    caller: Caller | None = None
+    """Who the caller is, and what it may do; None: the server is older than this client."""

@@ -27,6 +27,11 @@ KvStorage = Literal["gpu", "cpu", "cpu_pinned"]
 KV_STORAGES: tuple[KvStorage, ...] = get_args(KvStorage)
 SamplingMode = Literal["streaming", "dense"]
 SAMPLING_MODES: tuple[SamplingMode, ...] = get_args(SamplingMode)
+JobPriority = Literal["low", "normal", "high"]
+JOB_PRIORITIES: tuple[JobPriority, ...] = get_args(JobPriority)
+
+MAX_KEY_CHARACTERS = 128
+"""Of an idempotency key."""
 
 MAX_ARTIFACTS = 64
 """What a message has room for beside the longest prompt; the server's own limits are lower."""
@@ -75,14 +80,28 @@ class PreviewSpec:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A chunk boundary of another job to go on from. The other job never changes."""
+
+    job_id: str
+    """The job, running or ended, which streams its clip."""
+    from_chunk: int
+    """The first chunk that is sampled anew; from 1 to the last. What comes before is that job's, its fragments too."""
+    prompt: str | None = None
+    """The prompt from there on; None: that job's."""
+    seed: int | None = None
+    """The seed from there on; None: that job's, so that without a prompt the same clip is made."""
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """A clip to make. None leaves a choice to the server, whose defaults `Client.server_info` tells.
 
     Raises InvalidRequestError, with one violation per field, for a value that no message can hold.
     """
 
-    prompt: str
-    """What to show and what to sound like."""
+    prompt: str = ""
+    """What to show and what to sound like. Empty in a branch, which may have one of its own."""
     num_frames: int | None = None
     """Frames at 24 per second: 17k + 5, from 22 to 362."""
     width: int | None = None
@@ -119,6 +138,16 @@ class GenerateRequest:
     own choice."""
     refine_audio: RefineSpec | None = None
     """How the sound is refined once the clip has been delivered; a second rendition follows. None: it is not."""
+    branch: Branch | None = None
+    """What the clip goes on from; every field that decides a clip is then that job's and must be left out. None: it
+    begins at its beginning."""
+    priority: JobPriority = "normal"
+    """Which of the tenant's own waiting jobs comes first."""
+    deadline_s: float | None = None
+    """Seconds from its acceptance within which the job must have ended, else it fails; None: any."""
+    idempotency_key: str = ""
+    """Names this request: sent again with the same key it is answered with the same job. Up to 128 characters of ASCII
+    without spaces."""
 
     def __post_init__(self) -> None:
         if isinstance(self.adapters, Sequence) and not isinstance(self.adapters, str):
@@ -138,6 +167,8 @@ class GenerateRequest:
         if self.refine_audio is not None and not isinstance(self.refine_audio, RefineSpec):
             rule = "it must be a RefineSpec"
             violations.append(FieldViolation("refine_audio", f"refine_audio is {self.refine_audio!r:.80}; {rule}"))
+        violations += _branch_violations(self.branch)
+        violations += order_violations(self.priority, self.deadline_s, self.idempotency_key)
         if self.mode is not None and self.mode not in SAMPLING_MODES:
             violations.append(FieldViolation("mode", f"mode is {self.mode!r:.80}; it must be one of {SAMPLING_MODES}"))
         if self.kv_storage is not None and self.kv_storage not in KV_STORAGES:
@@ -190,6 +221,10 @@ class RequestOptions(TypedDict, total=False):
     preview: PreviewSpec | None
     artifacts: Sequence[str]
     refine_audio: RefineSpec | None
+    branch: Branch | None
+    priority: JobPriority
+    deadline_s: float | None
+    idempotency_key: str
 
 
 def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> GenerateRequest:
@@ -197,6 +232,46 @@ def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> G
     if isinstance(prompt, GenerateRequest):
         return dataclasses.replace(prompt, **options)
     return GenerateRequest(prompt, **options)
+
+
+def order_violations(priority: object, deadline_s: object, idempotency_key: object) -> list[FieldViolation]:
+    """What is wrong with when a job is to run and what its request is called."""
+    violations = []
+    if priority not in JOB_PRIORITIES:
+        rule = f"it must be one of {JOB_PRIORITIES}"
+        violations.append(FieldViolation("priority", f"priority is {priority!r:.80}; {rule}"))
+    if not is_finite_or_none(deadline_s):
+        violations.append(FieldViolation("deadline_s", f"deadline_s is {deadline_s!r:.80}; it must be a finite number"))
+    if not isinstance(idempotency_key, str) or not is_idempotency_key(idempotency_key):
+        description = (
+            f"idempotency_key is {idempotency_key!r:.80}; it must be up to {MAX_KEY_CHARACTERS} characters of ASCII "
+            "without spaces"
+        )
+        violations.append(FieldViolation("idempotency_key", description))
+    return violations
+
+
+def is_idempotency_key(text: str) -> bool:
+    """Whether a text can name a request; the empty one names none."""
+    return len(text) <= MAX_KEY_CHARACTERS and all("!" <= character <= "~" for character in text)
+
+
+def _branch_violations(branch: object) -> list[FieldViolation]:
+    if branch is None:
+        return []
+    if not isinstance(branch, Branch):
+        return [FieldViolation("branch", f"branch is {branch!r:.80}; it must be a Branch")]
+    violations = text_violations("branch.job_id", branch.job_id, MAX_PROMPT_BYTES)
+    if branch.prompt is not None:
+        violations += text_violations("branch.prompt", branch.prompt, MAX_PROMPT_BYTES)
+    for name, value, (low, high) in (
+        ("branch.from_chunk", branch.from_chunk, INT32),
+        ("branch.seed", 0 if branch.seed is None else branch.seed, UINT64),
+    ):
+        if type(value) is not int or not low <= value <= high:
+            rule = f"it must be an integer from {low} to {high}"
+            violations.append(FieldViolation(name, f"{name} is {value!r:.80}; {rule}"))
+    return violations
 
 
 def _preview_violations(preview: object) -> list[FieldViolation]:

@@ -34,8 +34,14 @@ STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
     errors.OffGridError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.RateLimitedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.IdempotencyKeyError: grpc.StatusCode.ALREADY_EXISTS,
     errors.NotReadyError: grpc.StatusCode.UNAVAILABLE,
     errors.ModelLoadingError: grpc.StatusCode.UNAVAILABLE,
+    errors.ServerStoppingError: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerLostError: grpc.StatusCode.UNAVAILABLE,
     errors.JobNotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.ArtifactNotFoundError: grpc.StatusCode.NOT_FOUND,
@@ -45,6 +51,7 @@ STATUS_OF: dict[type[GenerationError], grpc.StatusCode] = {
     errors.PhaseError: grpc.StatusCode.INTERNAL,
     errors.DeviceMemoryError: grpc.StatusCode.INTERNAL,
     errors.MuxError: grpc.StatusCode.INTERNAL,
+    errors.ResumeError: grpc.StatusCode.INTERNAL,
 }
 """The status of every error class; a test walks every row."""
 
@@ -56,6 +63,9 @@ _CLASS_OF_STATUS: dict[grpc.StatusCode, type[GenerationError]] = {
     grpc.StatusCode.UNIMPLEMENTED: errors.UnsupportedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
     grpc.StatusCode.UNAVAILABLE: errors.NotReadyError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.IdempotencyKeyError,
     grpc.StatusCode.NOT_FOUND: errors.JobNotFoundError,
     grpc.StatusCode.CANCELLED: errors.JobCancelledError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
@@ -93,9 +103,14 @@ _NO_HOST = ("DNS resolution failed", "errors resolving")
 
 
 def is_connection_loss(error: grpc.RpcError) -> bool:
-    """Whether a call failed for its connection: the server itself says why it refuses, and how a job ended."""
+    """Whether a call failed for its connection: the server itself says why it refuses, and how a job ended.
+
+    A server that stops is about to end it: its jobs go on when it is back.
+    """
     info, _, _ = _details(error)
-    return _is_cut_sending(error) or (error.code() == grpc.StatusCode.UNAVAILABLE and info.domain != DOMAIN)
+    if info.domain == DOMAIN:
+        return info.reason == errors.ServerStoppingError.reason
+    return _is_cut_sending(error) or error.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _is_cut_sending(error: grpc.RpcError) -> bool:

@@ -26,7 +26,7 @@ from h3stream.v1 import types_pb2 as h3stream_dot_v1_dot_types__pb2
 from h3stream.v1 import video_pb2 as h3stream_dot_v1_dot_video__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16h3stream/v1/jobs.proto\x12\x0bh3stream.v1\x1a\x17h3stream/v1/types.proto\x1a\x17h3stream/v1/video.proto\"A\n\rSubmitRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.h3stream.v1.GenerateRequest\" \n\x0eSubmitResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"N\n\x17SubmitRefinementRequest\x12\x33\n\nrefinement\x18\x01 \x01(\x0b\x32\x1f.h3stream.v1.RefineAudioRequest\"*\n\x18SubmitRefinementResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\x1f\n\rFollowRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"2\n\x0e\x46ollowResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nnum_events\x18\x02 \x01(\x04\"M\n\x13\x46indArtifactRequest\x12\x36\n\x08\x64ownload\x18\x01 \x01(\x0b\x32$.h3stream.v1.DownloadArtifactRequest\"M\n\x14\x46indArtifactResponse\x12\'\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.Artifact\x12\x0c\n\x04path\x18\x02 \x01(\t2\xd0\x02\n\nJobService\x12\x43\n\x06Submit\x12\x1a.h3stream.v1.SubmitRequest\x1a\x1b.h3stream.v1.SubmitResponse0\x01\x12\x63\n\x10SubmitRefinement\x12$.h3stream.v1.SubmitRefinementRequest\x1a%.h3stream.v1.SubmitRefinementResponse(\x01\x30\x01\x12\x43\n\x06\x46ollow\x12\x1a.h3stream.v1.FollowRequest\x1a\x1b.h3stream.v1.FollowResponse0\x01\x12S\n\x0c\x46indArtifact\x12 .h3stream.v1.FindArtifactRequest\x1a!.h3stream.v1.FindArtifactResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16h3stream/v1/jobs.proto\x12\x0bh3stream.v1\x1a\x17h3stream/v1/types.proto\x1a\x17h3stream/v1/video.proto\"A\n\rSubmitRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.h3stream.v1.GenerateRequest\"2\n\x0eSubmitResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08is_known\x18\x02 \x01(\x08\"N\n\x17SubmitRefinementRequest\x12\x33\n\nrefinement\x18\x01 \x01(\x0b\x32\x1f.h3stream.v1.RefineAudioRequest\"<\n\x18SubmitRefinementResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08is_known\x18\x02 \x01(\x08\"\x1f\n\rFollowRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"2\n\x0e\x46ollowResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nnum_events\x18\x02 \x01(\x04\"M\n\x13\x46indArtifactRequest\x12\x36\n\x08\x64ownload\x18\x01 \x01(\x0b\x32$.h3stream.v1.DownloadArtifactRequest\"M\n\x14\x46indArtifactResponse\x12\'\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x15.h3stream.v1.Artifact\x12\x0c\n\x04path\x18\x02 \x01(\t2\xd0\x02\n\nJobService\x12\x43\n\x06Submit\x12\x1a.h3stream.v1.SubmitRequest\x1a\x1b.h3stream.v1.SubmitResponse0\x01\x12\x63\n\x10SubmitRefinement\x12$.h3stream.v1.SubmitRefinementRequest\x1a%.h3stream.v1.SubmitRefinementResponse(\x01\x30\x01\x12\x43\n\x06\x46ollow\x12\x1a.h3stream.v1.FollowRequest\x1a\x1b.h3stream.v1.FollowResponse0\x01\x12S\n\x0c\x46indArtifact\x12 .h3stream.v1.FindArtifactRequest\x1a!.h3stream.v1.FindArtifactResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITREQUEST']._serialized_start=89
   _globals['_SUBMITREQUEST']._serialized_end=154
   _globals['_SUBMITRESPONSE']._serialized_start=156
-  _globals['_SUBMITRESPONSE']._serialized_end=188
-  _globals['_SUBMITREFINEMENTREQUEST']._serialized_start=190
-  _globals['_SUBMITREFINEMENTREQUEST']._serialized_end=268
-  _globals['_SUBMITREFINEMENTRESPONSE']._serialized_start=270
-  _globals['_SUBMITREFINEMENTRESPONSE']._serialized_end=312
-  _globals['_FOLLOWREQUEST']._serialized_start=314
-  _globals['_FOLLOWREQUEST']._serialized_end=345
-  _globals['_FOLLOWRESPONSE']._serialized_start=347
-  _globals['_FOLLOWRESPONSE']._serialized_end=397
-  _globals['_FINDARTIFACTREQUEST']._serialized_start=399
-  _globals['_FINDARTIFACTREQUEST']._serialized_end=476
-  _globals['_FINDARTIFACTRESPONSE']._serialized_start=478
-  _globals['_FINDARTIFACTRESPONSE']._serialized_end=555
-  _globals['_JOBSERVICE']._serialized_start=558
-  _globals['_JOBSERVICE']._serialized_end=894
+  _globals['_SUBMITRESPONSE']._serialized_end=206
+  _globals['_SUBMITREFINEMENTREQUEST']._serialized_start=208
+  _globals['_SUBMITREFINEMENTREQUEST']._serialized_end=286
+  _globals['_SUBMITREFINEMENTRESPONSE']._serialized_start=288
+  _globals['_SUBMITREFINEMENTRESPONSE']._serialized_end=348
+  _globals['_FOLLOWREQUEST']._serialized_start=350
+  _globals['_FOLLOWREQUEST']._serialized_end=381
+  _globals['_FOLLOWRESPONSE']._serialized_start=383
+  _globals['_FOLLOWRESPONSE']._serialized_end=433
+  _globals['_FINDARTIFACTREQUEST']._serialized_start=435
+  _globals['_FINDARTIFACTREQUEST']._serialized_end=512
+  _globals['_FINDARTIFACTRESPONSE']._serialized_start=514
+  _globals['_FINDARTIFACTRESPONSE']._serialized_end=591
+  _globals['_JOBSERVICE']._serialized_start=594
+  _globals['_JOBSERVICE']._serialized_end=930
 # @@protoc_insertion_point(module_scope)

@@ -14,10 +14,12 @@ class SubmitRequest(_message.Message):
     def __init__(self, generation: _Optional[_Union[_video_pb2.GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "is_known")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    is_known: bool
+    def __init__(self, job_id: _Optional[str] = ..., is_known: _Optional[bool] = ...) -> None: ...
 
 class SubmitRefinementRequest(_message.Message):
     __slots__ = ("refinement",)
@@ -26,10 +28,12 @@ class SubmitRefinementRequest(_message.Message):
     def __init__(self, refinement: _Optional[_Union[_video_pb2.RefineAudioRequest, _Mapping]] = ...) -> None: ...
 
 class SubmitRefinementResponse(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "is_known")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    is_known: bool
+    def __init__(self, job_id: _Optional[str] = ..., is_known: _Optional[bool] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
     __slots__ = ("job_id",)

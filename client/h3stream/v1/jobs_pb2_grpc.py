@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class JobServiceStub:
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 
@@ -59,7 +61,9 @@ class JobServiceStub:
 
 
 class JobServiceServicer:
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 
@@ -125,7 +129,9 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService:
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class JobServiceStub:
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 
@@ -50,7 +52,9 @@ class JobServiceStub:
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 
@@ -69,7 +73,9 @@ class JobServiceAsyncStub(JobServiceStub):
     """Checks what a caller wants to download, and says where it is."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
+    """Who a caller is comes in the metadata of every call (`orchestrator/caller.py`), which the edge alone writes.
+
+    What the edge needs to send a job's events and files by itself. However many watch a job, the core tells of an event
     once.
     """
 

@@ -11,6 +11,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class JobPriority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_PRIORITY_UNSPECIFIED: _ClassVar[JobPriority]
+    JOB_PRIORITY_LOW: _ClassVar[JobPriority]
+    JOB_PRIORITY_NORMAL: _ClassVar[JobPriority]
+    JOB_PRIORITY_HIGH: _ClassVar[JobPriority]
+
 class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     JOB_STATE_UNSPECIFIED: _ClassVar[JobState]
@@ -19,6 +26,10 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_SUCCEEDED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_CANCELLED: _ClassVar[JobState]
+JOB_PRIORITY_UNSPECIFIED: JobPriority
+JOB_PRIORITY_LOW: JobPriority
+JOB_PRIORITY_NORMAL: JobPriority
+JOB_PRIORITY_HIGH: JobPriority
 JOB_STATE_UNSPECIFIED: JobState
 JOB_STATE_QUEUED: JobState
 JOB_STATE_RUNNING: JobState
@@ -27,7 +38,7 @@ JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters", "preview", "artifacts", "refine_audio")
+    __slots__ = ("prompt", "num_frames", "width", "height", "steps", "video_shift", "audio_shift", "sink", "window", "unlimited_window", "kv_storage", "seed", "cancel_on_disconnect", "mode", "adapters", "preview", "artifacts", "refine_audio", "branch", "priority", "deadline_s", "idempotency_key")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +57,10 @@ class GenerateRequest(_message.Message):
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     REFINE_AUDIO_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     num_frames: int
     width: int
@@ -64,7 +79,23 @@ class GenerateRequest(_message.Message):
     preview: _types_pb2.PreviewSpec
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     refine_audio: _types_pb2.RefineSpec
-    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterChoice, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ...) -> None: ...
+    branch: Branch
+    priority: JobPriority
+    deadline_s: float
+    idempotency_key: str
+    def __init__(self, prompt: _Optional[str] = ..., num_frames: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., steps: _Optional[int] = ..., video_shift: _Optional[float] = ..., audio_shift: _Optional[float] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., unlimited_window: _Optional[bool] = ..., kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., seed: _Optional[int] = ..., cancel_on_disconnect: _Optional[bool] = ..., mode: _Optional[_Union[_types_pb2.SamplingMode, str]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterChoice, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ..., branch: _Optional[_Union[Branch, _Mapping]] = ..., priority: _Optional[_Union[JobPriority, str]] = ..., deadline_s: _Optional[float] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class Branch(_message.Message):
+    __slots__ = ("job_id", "from_chunk", "prompt", "seed")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    from_chunk: int
+    prompt: str
+    seed: int
+    def __init__(self, job_id: _Optional[str] = ..., from_chunk: _Optional[int] = ..., prompt: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class LatentsUpload(_message.Message):
     __slots__ = ("prompt", "size_bytes", "sha256")
@@ -77,16 +108,22 @@ class LatentsUpload(_message.Message):
     def __init__(self, prompt: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class RefineHeader(_message.Message):
-    __slots__ = ("job_id", "upload", "spec", "cancel_on_disconnect")
+    __slots__ = ("job_id", "upload", "spec", "cancel_on_disconnect", "priority", "deadline_s", "idempotency_key")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CANCEL_ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     upload: LatentsUpload
     spec: _types_pb2.RefineSpec
     cancel_on_disconnect: bool
-    def __init__(self, job_id: _Optional[str] = ..., upload: _Optional[_Union[LatentsUpload, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ..., cancel_on_disconnect: _Optional[bool] = ...) -> None: ...
+    priority: JobPriority
+    deadline_s: float
+    idempotency_key: str
+    def __init__(self, job_id: _Optional[str] = ..., upload: _Optional[_Union[LatentsUpload, _Mapping]] = ..., spec: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ..., cancel_on_disconnect: _Optional[bool] = ..., priority: _Optional[_Union[JobPriority, str]] = ..., deadline_s: _Optional[float] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
 
 class RefineAudioRequest(_message.Message):
     __slots__ = ("header", "data")
@@ -109,7 +146,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed", "preview", "refine_started", "refine_progress", "refined_init_segment", "refined_fragment", "refined_audio", "refine_failed")
+    __slots__ = ("seq", "job_id", "media_time_ticks", "accepted", "phase", "progress", "init_segment", "fragment", "warning", "stream_complete", "completed", "preview", "refine_started", "refine_progress", "refined_init_segment", "refined_fragment", "refined_audio", "refine_failed", "elapsed_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEDIA_TIME_TICKS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +165,7 @@ class Event(_message.Message):
     REFINED_FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     REFINED_AUDIO_FIELD_NUMBER: _ClassVar[int]
     REFINE_FAILED_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     seq: int
     job_id: str
     media_time_ticks: int
@@ -146,7 +184,8 @@ class Event(_message.Message):
     refined_fragment: _types_pb2.Fragment
     refined_audio: _types_pb2.RefinedAudio
     refine_failed: _types_pb2.RefineFailed
-    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ..., refine_started: _Optional[_Union[_types_pb2.RefineStarted, _Mapping]] = ..., refine_progress: _Optional[_Union[_types_pb2.RefineProgress, _Mapping]] = ..., refined_init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., refined_fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., refined_audio: _Optional[_Union[_types_pb2.RefinedAudio, _Mapping]] = ..., refine_failed: _Optional[_Union[_types_pb2.RefineFailed, _Mapping]] = ...) -> None: ...
+    elapsed_s: float
+    def __init__(self, seq: _Optional[int] = ..., job_id: _Optional[str] = ..., media_time_ticks: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., phase: _Optional[_Union[PhaseChange, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., warning: _Optional[_Union[Warning, _Mapping]] = ..., stream_complete: _Optional[_Union[StreamComplete, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.Preview, _Mapping]] = ..., refine_started: _Optional[_Union[_types_pb2.RefineStarted, _Mapping]] = ..., refine_progress: _Optional[_Union[_types_pb2.RefineProgress, _Mapping]] = ..., refined_init_segment: _Optional[_Union[_types_pb2.InitSegment, _Mapping]] = ..., refined_fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ..., refined_audio: _Optional[_Union[_types_pb2.RefinedAudio, _Mapping]] = ..., refine_failed: _Optional[_Union[_types_pb2.RefineFailed, _Mapping]] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("plan",)
@@ -227,7 +266,7 @@ class Timings(_message.Message):
     def __init__(self, first_fragment_s: _Optional[float] = ..., sampling_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_frames_before_sampling_end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings", "preview", "artifacts", "refine_audio")
+    __slots__ = ("clip", "chunks", "num_video_latents", "num_audio_latents", "num_samples", "num_noise_forwards", "num_clean_forwards", "expected_stream_bytes", "warnings", "preview", "artifacts", "refine_audio", "branch")
     CLIP_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_VIDEO_LATENTS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +279,7 @@ class Plan(_message.Message):
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     REFINE_AUDIO_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
     clip: _types_pb2.ClipSpec
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkPlan]
     num_video_latents: int
@@ -252,7 +292,8 @@ class Plan(_message.Message):
     preview: _types_pb2.PreviewSpec
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     refine_audio: _types_pb2.RefineSpec
-    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ...) -> None: ...
+    branch: Branch
+    def __init__(self, clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkPlan, _Mapping]]] = ..., num_video_latents: _Optional[int] = ..., num_audio_latents: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_noise_forwards: _Optional[int] = ..., num_clean_forwards: _Optional[int] = ..., expected_stream_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[_Union[Warning, _Mapping]]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., refine_audio: _Optional[_Union[_types_pb2.RefineSpec, _Mapping]] = ..., branch: _Optional[_Union[Branch, _Mapping]] = ...) -> None: ...
 
 class ChunkPlan(_message.Message):
     __slots__ = ("video_start", "video_stop", "audio_start", "audio_stop", "num_frames_emitted")
@@ -316,6 +357,36 @@ class CancelJobResponse(_message.Message):
     job: Job
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
+class ListJobsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token", "states", "all_tenants")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    ALL_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    states: _containers.RepeatedScalarFieldContainer[JobState]
+    all_tenants: bool
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., states: _Optional[_Iterable[_Union[JobState, str]]] = ..., all_tenants: _Optional[bool] = ...) -> None: ...
+
+class ListJobsResponse(_message.Message):
+    __slots__ = ("jobs", "next_page_token")
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    next_page_token: str
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class DeleteJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetJobRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -329,7 +400,7 @@ class GetJobResponse(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error", "artifacts", "removed_artifacts", "source_job_id")
+    __slots__ = ("job_id", "state", "plan", "num_events", "num_frames_emitted", "create_time", "end_time", "error", "artifacts", "removed_artifacts", "source_job_id", "tenant", "prompt", "priority", "queue_position", "num_resumes")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +412,11 @@ class Job(_message.Message):
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     state: JobState
     plan: Plan
@@ -352,7 +428,12 @@ class Job(_message.Message):
     artifacts: _containers.RepeatedCompositeFieldContainer[_types_pb2.Artifact]
     removed_artifacts: _containers.RepeatedCompositeFieldContainer[RemovedArtifact]
     source_job_id: str
-    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., removed_artifacts: _Optional[_Iterable[_Union[RemovedArtifact, _Mapping]]] = ..., source_job_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    prompt: str
+    priority: JobPriority
+    queue_position: int
+    num_resumes: int
+    def __init__(self, job_id: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., num_events: _Optional[int] = ..., num_frames_emitted: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[_types_pb2.Artifact, _Mapping]]] = ..., removed_artifacts: _Optional[_Iterable[_Union[RemovedArtifact, _Mapping]]] = ..., source_job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt: _Optional[str] = ..., priority: _Optional[_Union[JobPriority, str]] = ..., queue_position: _Optional[int] = ..., num_resumes: _Optional[int] = ...) -> None: ...
 
 class RemovedArtifact(_message.Message):
     __slots__ = ("name", "remove_time", "message")
@@ -403,7 +484,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters", "default_preview", "artifacts", "default_artifacts")
+    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters", "default_preview", "artifacts", "default_artifacts", "caller")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +524,7 @@ class GetServerInfoResponse(_message.Message):
     DEFAULT_PREVIEW_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     library_versions: _containers.ScalarMap[str, str]
     model_name: str
@@ -461,4 +543,41 @@ class GetServerInfoResponse(_message.Message):
     default_preview: _types_pb2.PreviewSpec
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     default_artifacts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., default_preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., default_artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
+    caller: Caller
+    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., default_preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., default_artifacts: _Optional[_Iterable[str]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class Caller(_message.Message):
+    __slots__ = ("tenant", "scopes", "limits", "usage")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SCOPES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    scopes: _containers.RepeatedScalarFieldContainer[str]
+    limits: TenantLimits
+    usage: TenantUsage
+    def __init__(self, tenant: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ..., usage: _Optional[_Union[TenantUsage, _Mapping]] = ...) -> None: ...
+
+class TenantLimits(_message.Message):
+    __slots__ = ("max_running_jobs", "max_queued_jobs", "max_pending_frames", "max_stored_bytes")
+    MAX_RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PENDING_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_running_jobs: int
+    max_queued_jobs: int
+    max_pending_frames: int
+    max_stored_bytes: int
+    def __init__(self, max_running_jobs: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., max_pending_frames: _Optional[int] = ..., max_stored_bytes: _Optional[int] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("num_running_jobs", "num_queued_jobs", "num_pending_frames", "num_stored_bytes")
+    NUM_RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_running_jobs: int
+    num_queued_jobs: int
+    num_pending_frames: int
+    num_stored_bytes: int
+    def __init__(self, num_running_jobs: _Optional[int] = ..., num_queued_jobs: _Optional[int] = ..., num_pending_frames: _Optional[int] = ..., num_stored_bytes: _Optional[int] = ...) -> None: ...

@@ -31,6 +31,13 @@ class VideoServiceStub:
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     def __init__(self, channel):
@@ -64,6 +71,16 @@ class VideoServiceStub:
                 request_serializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.FromString,
                 _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/h3stream.v1.VideoService/ListJobs',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/h3stream.v1.VideoService/DeleteJob',
+                request_serializer=h3stream_dot_v1_dot_video__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_video__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/h3stream.v1.VideoService/GetJob',
                 request_serializer=h3stream_dot_v1_dot_video__pb2.GetJobRequest.SerializeToString,
@@ -92,6 +109,13 @@ class VideoServiceServicer:
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     def Generate(self, request, context):
@@ -142,6 +166,20 @@ class VideoServiceServicer:
         events are those of a job: `accepted`, `phase`, `progress`, `refine_started`, one `refine_progress` per step,
         `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
         holds the sound alone where the video is the source's; else pictures and sound.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListJobs(self, request, context):
+        """Lists jobs, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Removes a job that has ended, with its events and artifacts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,6 +241,16 @@ def add_VideoServiceServicer_to_server(servicer, server):
                     request_deserializer=h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.SerializeToString,
             ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.ListJobsRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=h3stream_dot_v1_dot_video__pb2.DeleteJobRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_video__pb2.DeleteJobResponse.SerializeToString,
+            ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
                     request_deserializer=h3stream_dot_v1_dot_video__pb2.GetJobRequest.FromString,
@@ -237,6 +285,13 @@ class VideoService:
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     @staticmethod
@@ -364,6 +419,60 @@ class VideoService:
             '/h3stream.v1.VideoService/RefineAudio',
             h3stream_dot_v1_dot_video__pb2.RefineAudioRequest.SerializeToString,
             h3stream_dot_v1_dot_video__pb2.RefineAudioResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/h3stream.v1.VideoService/ListJobs',
+            h3stream_dot_v1_dot_video__pb2.ListJobsRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/h3stream.v1.VideoService/DeleteJob',
+            h3stream_dot_v1_dot_video__pb2.DeleteJobRequest.SerializeToString,
+            h3stream_dot_v1_dot_video__pb2.DeleteJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,13 @@ class VideoServiceStub:
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     @_typing.overload
@@ -70,6 +77,10 @@ class VideoServiceStub:
     `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
     holds the sound alone where the video is the source's; else pictures and sound.
     """
+    ListJobs: _grpc.UnaryUnaryMultiCallable[_video_pb2.ListJobsRequest, _video_pb2.ListJobsResponse]
+    """Lists jobs, the newest first."""
+    DeleteJob: _grpc.UnaryUnaryMultiCallable[_video_pb2.DeleteJobRequest, _video_pb2.DeleteJobResponse]
+    """Removes a job that has ended, with its events and artifacts."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]
     """Returns what is known of a job."""
     PlanGeneration: _grpc.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]
@@ -86,6 +97,13 @@ class VideoServiceAsyncStub(VideoServiceStub):
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -121,6 +139,10 @@ class VideoServiceAsyncStub(VideoServiceStub):
     `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
     holds the sound alone where the video is the source's; else pictures and sound.
     """
+    ListJobs: _aio.UnaryUnaryMultiCallable[_video_pb2.ListJobsRequest, _video_pb2.ListJobsResponse]  # type: ignore[assignment]
+    """Lists jobs, the newest first."""
+    DeleteJob: _aio.UnaryUnaryMultiCallable[_video_pb2.DeleteJobRequest, _video_pb2.DeleteJobResponse]  # type: ignore[assignment]
+    """Removes a job that has ended, with its events and artifacts."""
     GetJob: _aio.UnaryUnaryMultiCallable[_video_pb2.GetJobRequest, _video_pb2.GetJobResponse]  # type: ignore[assignment]
     """Returns what is known of a job."""
     PlanGeneration: _aio.UnaryUnaryMultiCallable[_video_pb2.PlanGenerationRequest, _video_pb2.PlanGenerationResponse]  # type: ignore[assignment]
@@ -136,6 +158,13 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
     Every failure carries google.rpc.ErrorInfo with a stable `reason` and the domain "h3stream"; bad input also carries
     google.rpc.BadRequest with one violation per field, and a full queue google.rpc.RetryInfo. Liveness and readiness
     are the standard grpc.health.v1 service.
+
+    Where the server authenticates callers, every call but health carries the metadata `authorization: Bearer KEY`. A
+    caller sees the jobs of its own tenant alone, unless its key may read all.
+
+    A job outlives the processes that run it: a worker or a server that is killed costs time and no result. The events
+    of a job that is taken up again go on with the next number, and the bytes of its media are those of an undisturbed
+    run.
     """
 
     @_abc_1.abstractmethod
@@ -199,6 +228,22 @@ class VideoServiceServicer(metaclass=_abc_1.ABCMeta):
         `refined_init_segment` and `refined_fragment` for the new rendition, `refined_audio`, `completed`. The rendition
         holds the sound alone where the video is the source's; else pictures and sound.
         """
+
+    @_abc_1.abstractmethod
+    def ListJobs(
+        self,
+        request: _video_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_video_pb2.ListJobsResponse, _abc.Awaitable[_video_pb2.ListJobsResponse]]:
+        """Lists jobs, the newest first."""
+
+    @_abc_1.abstractmethod
+    def DeleteJob(
+        self,
+        request: _video_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_video_pb2.DeleteJobResponse, _abc.Awaitable[_video_pb2.DeleteJobResponse]]:
+        """Removes a job that has ended, with its events and artifacts."""
 
     @_abc_1.abstractmethod
     def GetJob(

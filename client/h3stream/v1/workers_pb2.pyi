@@ -122,26 +122,38 @@ class DitServiceOpenSessionRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[DitSessionHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
 
 class DitSessionHeader(_message.Message):
-    __slots__ = ("session_id", "clip", "preview", "preview_map")
+    __slots__ = ("session_id", "clip", "preview", "preview_map", "noise")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIP_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_MAP_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     clip: _types_pb2.ClipSpec
     preview: _types_pb2.PreviewSpec
     preview_map: _types_pb2.PreviewMap
-    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ...) -> None: ...
+    noise: _containers.RepeatedCompositeFieldContainer[NoiseSegment]
+    def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., preview_map: _Optional[_Union[_types_pb2.PreviewMap, _Mapping]] = ..., noise: _Optional[_Iterable[_Union[NoiseSegment, _Mapping]]] = ...) -> None: ...
+
+class NoiseSegment(_message.Message):
+    __slots__ = ("first_chunk", "seed")
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    first_chunk: int
+    seed: int
+    def __init__(self, first_chunk: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class DitServiceOpenSessionResponse(_message.Message):
-    __slots__ = ("kv_storage", "kv_storage_fallback_reason", "preview_unavailable_reason")
+    __slots__ = ("kv_storage", "kv_storage_fallback_reason", "preview_unavailable_reason", "num_committed_chunks")
     KV_STORAGE_FIELD_NUMBER: _ClassVar[int]
     KV_STORAGE_FALLBACK_REASON_FIELD_NUMBER: _ClassVar[int]
     PREVIEW_UNAVAILABLE_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     kv_storage: _types_pb2.KvStorage
     kv_storage_fallback_reason: str
     preview_unavailable_reason: str
-    def __init__(self, kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., kv_storage_fallback_reason: _Optional[str] = ..., preview_unavailable_reason: _Optional[str] = ...) -> None: ...
+    num_committed_chunks: int
+    def __init__(self, kv_storage: _Optional[_Union[_types_pb2.KvStorage, str]] = ..., kv_storage_fallback_reason: _Optional[str] = ..., preview_unavailable_reason: _Optional[str] = ..., num_committed_chunks: _Optional[int] = ...) -> None: ...
 
 class SampleChunkRequest(_message.Message):
     __slots__ = ("session_id", "chunk_index")
@@ -168,6 +180,26 @@ class StepDone(_message.Message):
     step: int
     num_steps: int
     def __init__(self, step: _Optional[int] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class RestoreChunkRequest(_message.Message):
+    __slots__ = ("header", "tensor")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    header: RestoreChunkHeader
+    tensor: _types_pb2.TensorPart
+    def __init__(self, header: _Optional[_Union[RestoreChunkHeader, _Mapping]] = ..., tensor: _Optional[_Union[_types_pb2.TensorPart, _Mapping]] = ...) -> None: ...
+
+class RestoreChunkHeader(_message.Message):
+    __slots__ = ("session_id", "chunk_index")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    chunk_index: int
+    def __init__(self, session_id: _Optional[str] = ..., chunk_index: _Optional[int] = ...) -> None: ...
+
+class RestoreChunkResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SampleDenseRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -274,10 +306,12 @@ class VaeServiceOpenSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., artifact_directory: _Optional[str] = ..., artifacts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class VaeServiceOpenSessionResponse(_message.Message):
-    __slots__ = ("stream_failure",)
+    __slots__ = ("stream_failure", "num_decoded_chunks")
     STREAM_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     stream_failure: str
-    def __init__(self, stream_failure: _Optional[str] = ...) -> None: ...
+    num_decoded_chunks: int
+    def __init__(self, stream_failure: _Optional[str] = ..., num_decoded_chunks: _Optional[int] = ...) -> None: ...
 
 class DecodeChunkRequest(_message.Message):
     __slots__ = ("header", "tensor")

@@ -331,6 +331,11 @@ class DitServiceStub:
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.SampleChunkRequest.SerializeToString,
                 response_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleChunkResponse.FromString,
                 _registered_method=True)
+        self.RestoreChunk = channel.stream_unary(
+                '/h3stream.v1.DitService/RestoreChunk',
+                request_serializer=h3stream_dot_v1_dot_workers__pb2.RestoreChunkRequest.SerializeToString,
+                response_deserializer=h3stream_dot_v1_dot_workers__pb2.RestoreChunkResponse.FromString,
+                _registered_method=True)
         self.CommitChunk = channel.unary_unary(
                 '/h3stream.v1.DitService/CommitChunk',
                 request_serializer=h3stream_dot_v1_dot_workers__pb2.CommitChunkRequest.SerializeToString,
@@ -371,6 +376,15 @@ class DitServiceServicer:
         `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
         same latents again without sampling. Stops within one forward when the call is cancelled.
         Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreChunk(self, request_iterator, context):
+        """Takes a chunk's latents as if it had been sampled here, noise draws included: the way back to where a lost session
+        was, chunk by chunk, each followed by CommitChunk. The first message is a header, the rest are parts of "video" and
+        "audio" as SampleChunk sent them. Repeating the last call changes nothing. Needs no phase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -421,6 +435,11 @@ def add_DitServiceServicer_to_server(servicer, server):
                     servicer.SampleChunk,
                     request_deserializer=h3stream_dot_v1_dot_workers__pb2.SampleChunkRequest.FromString,
                     response_serializer=h3stream_dot_v1_dot_workers__pb2.SampleChunkResponse.SerializeToString,
+            ),
+            'RestoreChunk': grpc.stream_unary_rpc_method_handler(
+                    servicer.RestoreChunk,
+                    request_deserializer=h3stream_dot_v1_dot_workers__pb2.RestoreChunkRequest.FromString,
+                    response_serializer=h3stream_dot_v1_dot_workers__pb2.RestoreChunkResponse.SerializeToString,
             ),
             'CommitChunk': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitChunk,
@@ -498,6 +517,33 @@ class DitService:
             '/h3stream.v1.DitService/SampleChunk',
             h3stream_dot_v1_dot_workers__pb2.SampleChunkRequest.SerializeToString,
             h3stream_dot_v1_dot_workers__pb2.SampleChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreChunk(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/h3stream.v1.DitService/RestoreChunk',
+            h3stream_dot_v1_dot_workers__pb2.RestoreChunkRequest.SerializeToString,
+            h3stream_dot_v1_dot_workers__pb2.RestoreChunkResponse.FromString,
             options,
             channel_credentials,
             insecure,

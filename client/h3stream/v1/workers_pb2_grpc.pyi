@@ -156,6 +156,11 @@ class DitServiceStub:
     same latents again without sampling. Stops within one forward when the call is cancelled.
     Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
     """
+    RestoreChunk: _grpc.StreamUnaryMultiCallable[_workers_pb2.RestoreChunkRequest, _workers_pb2.RestoreChunkResponse]
+    """Takes a chunk's latents as if it had been sampled here, noise draws included: the way back to where a lost session
+    was, chunk by chunk, each followed by CommitChunk. The first message is a header, the rest are parts of "video" and
+    "audio" as SampleChunk sent them. Repeating the last call changes nothing. Needs no phase.
+    """
     CommitChunk: _grpc.UnaryUnaryMultiCallable[_workers_pb2.CommitChunkRequest, _workers_pb2.CommitChunkResponse]
     """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk."""
     SampleDense: _grpc.UnaryStreamMultiCallable[_workers_pb2.SampleDenseRequest, _workers_pb2.SampleDenseResponse]
@@ -187,6 +192,11 @@ class DitServiceAsyncStub(DitServiceStub):
     `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
     same latents again without sampling. Stops within one forward when the call is cancelled.
     Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
+    """
+    RestoreChunk: _aio.StreamUnaryMultiCallable[_workers_pb2.RestoreChunkRequest, _workers_pb2.RestoreChunkResponse]  # type: ignore[assignment]
+    """Takes a chunk's latents as if it had been sampled here, noise draws included: the way back to where a lost session
+    was, chunk by chunk, each followed by CommitChunk. The first message is a header, the rest are parts of "video" and
+    "audio" as SampleChunk sent them. Repeating the last call changes nothing. Needs no phase.
     """
     CommitChunk: _aio.UnaryUnaryMultiCallable[_workers_pb2.CommitChunkRequest, _workers_pb2.CommitChunkResponse]  # type: ignore[assignment]
     """Runs the clean forward of the chunk sampled last and commits it to the KV cache. Never for the last chunk."""
@@ -228,6 +238,17 @@ class DitServiceServicer(metaclass=_abc_1.ABCMeta):
         `[1, 24, T, height/16, width/16]` and "audio" `[1, 32, 2, A]` (float32, final). Repeating the last call sends the
         same latents again without sampling. Stops within one forward when the call is cancelled.
         Of a dense session: any chunk of the clip that SampleDense has made, without a forward; needs no phase.
+        """
+
+    @_abc_1.abstractmethod
+    def RestoreChunk(
+        self,
+        request_iterator: _MaybeAsyncIterator[_workers_pb2.RestoreChunkRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_workers_pb2.RestoreChunkResponse, _abc.Awaitable[_workers_pb2.RestoreChunkResponse]]:
+        """Takes a chunk's latents as if it had been sampled here, noise draws included: the way back to where a lost session
+        was, chunk by chunk, each followed by CommitChunk. The first message is a header, the rest are parts of "video" and
+        "audio" as SampleChunk sent them. Repeating the last call changes nothing. Needs no phase.
         """
 
     @_abc_1.abstractmethod

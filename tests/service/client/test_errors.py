@@ -133,7 +133,7 @@ async def test_a_call_that_an_older_server_does_not_know_is_told_as_that() -> No
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
         (grpc.StatusCode.DATA_LOSS, errors.BrokenStreamError),
         (grpc.StatusCode.INTERNAL, errors.PhaseError),
-        (grpc.StatusCode.PERMISSION_DENIED, errors.GenerationError),
+        (grpc.StatusCode.OUT_OF_RANGE, errors.GenerationError),
         (grpc.StatusCode.UNKNOWN, errors.GenerationError),
     ],
     ids=str,

@@ -17,8 +17,10 @@ from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Event
 from h3stream.request import (
+    JOB_PRIORITIES,
     KV_STORAGES,
     SAMPLING_MODES,
+    Branch,
     ClipSpec,
     GenerateRequest,
     PreviewSpec,
@@ -55,13 +57,16 @@ REFINE = st.builds(
         vram_margin_gb=FLOAT, shared=st.booleans(), on_no_room=st.sampled_from(get_args(refine.OnNoRoom)),
     ),
 )  # fmt: skip
+BRANCH = st.builds(Branch, job_id=TEXT, from_chunk=INT32, prompt=st.none() | TEXT, seed=st.none() | UINT64)
+PRIORITY = st.sampled_from(JOB_PRIORITIES)
 REQUEST = st.builds(
     GenerateRequest, prompt=TEXT, num_frames=st.none() | INT32, width=st.none() | INT32, height=st.none() | INT32,
     steps=st.none() | INT32, video_shift=st.none() | FLOAT, audio_shift=st.none() | FLOAT, sink=st.none() | INT32,
     window=st.none() | INT32 | st.just("all"), kv_storage=st.none() | st.sampled_from(KV_STORAGES),
     seed=st.none() | UINT64, cancel_on_disconnect=st.booleans(), mode=st.none() | MODE,
     adapters=CHOICES, preview=st.none() | PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
-    refine_audio=st.none() | REFINE,
+    refine_audio=st.none() | REFINE, branch=st.none() | BRANCH, priority=PRIORITY, deadline_s=st.none() | FLOAT,
+    idempotency_key=NAME,
 )  # fmt: skip
 CHUNK = st.builds(
     events.ChunkPlan, video_start=INT32, video_stop=INT32, audio_start=INT32, audio_stop=INT32, num_frames_emitted=INT32
@@ -72,6 +77,7 @@ PLAN = st.builds(
     expected_stream_bytes=INT64,
     warnings=st.lists(st.builds(events.PlanWarning, reason=TEXT, message=TEXT), max_size=2).map(tuple),
     preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple), refine_audio=st.none() | REFINE,
+    branch=st.none() | BRANCH,
 )  # fmt: skip
 ARTIFACT = st.builds(events.Artifact, name=TEXT, media_type=TEXT, size_bytes=INT64, sha256=TEXT, relative_path=TEXT)
 HEALTH = st.builds(
@@ -81,7 +87,7 @@ TIMINGS = st.builds(
     events.Timings, first_fragment_s=FLOAT, sampling_s=FLOAT, total_s=FLOAT, num_frames_before_sampling_end=INT32
 )
 DISTANCE = st.builds(events.AudioDistance, latents=FLOAT, log_mel_db=FLOAT, rms_ratio=FLOAT)
-ENVELOPE: dict[str, Any] = {"seq": UINT64, "job_id": TEXT, "media_time_ticks": INT64}
+ENVELOPE: dict[str, Any] = {"seq": UINT64, "job_id": TEXT, "media_time_ticks": INT64, "elapsed_s": FLOAT}
 EVENT = st.one_of(
     st.builds(events.Accepted, **ENVELOPE, plan=PLAN),
     st.builds(events.PhaseChange, **ENVELOPE, phase=PHASE, chunk_index=INT32),
@@ -142,7 +148,18 @@ JOB = st.builds(
     removed_artifacts=st.lists(
         st.builds(job.RemovedArtifact, name=TEXT, remove_time=TIME, message=TEXT), max_size=2
     ).map(tuple),
-    source_job_id=TEXT,
+    source_job_id=TEXT, tenant=TEXT, prompt=TEXT, priority=PRIORITY, queue_position=INT32, num_resumes=INT32,
+)  # fmt: skip
+CALLER = st.builds(
+    job.Caller, tenant=TEXT, scopes=st.lists(NAME, max_size=2).map(tuple),
+    limits=st.builds(
+        job.TenantLimits, max_running_jobs=INT32, max_queued_jobs=INT32, max_pending_frames=INT64,
+        max_stored_bytes=INT64,
+    ),
+    usage=st.builds(
+        job.TenantUsage, num_running_jobs=INT32, num_queued_jobs=INT32, num_pending_frames=INT64,
+        num_stored_bytes=INT64,
+    ),
 )  # fmt: skip
 NAMES = st.dictionaries(TEXT, TEXT, max_size=2)
 PART = st.builds(
@@ -163,7 +180,7 @@ SERVER_INFO = st.builds(
     max_prompt_bytes=INT32, max_message_bytes=INT32, max_queued_jobs=INT32, num_lanes=INT32, settings=NAMES,
     default_dense_clip=CLIP, parts=st.lists(PART, max_size=2).map(tuple), adapters=ADAPTERS,
     default_preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
-    default_artifacts=st.lists(NAME, max_size=2).map(tuple),
+    default_artifacts=st.lists(NAME, max_size=2).map(tuple), caller=st.none() | CALLER,
 )  # fmt: skip
 
 

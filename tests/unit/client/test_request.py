@@ -23,6 +23,7 @@ def test_what_is_left_out_is_left_to_the_server() -> None:
     left_out = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "prompt"}
     assert left_out.pop("cancel_on_disconnect") is False
     assert left_out.pop("adapters") == left_out.pop("artifacts") == ()
+    assert (left_out.pop("priority"), left_out.pop("idempotency_key")) == ("normal", "")
     assert set(left_out.values()) == {None}
 
 
