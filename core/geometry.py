@@ -149,6 +149,14 @@ def chunk_table(num_frames: int) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def chunk_latent_shapes(chunk: Chunk, width: int, height: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a chunk's latents by their names: "video" `[1, 24, T, H, W]` and "audio" `[1, 32, 2, A]`."""
+    return {
+        "video": (1, VIDEO_LATENT_CHANNELS, chunk.num_video_latents, latent_size(height), latent_size(width)),
+        "audio": (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, chunk.num_audio_latents),
+    }
+
+
 def spatial_axis(size: int, latent_height: int, latent_width: int) -> list[float]:
     """Rotary coordinates of the `size / 2` patches along one side, where `size` is the latent height or width.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.budget import kv_rows
-from core.geometry import chunk_table, latent_size, num_rows
+from core.geometry import Chunk, chunk_table, latent_size, num_rows
 from core.schedule import context_timestep, renoise_coefficient, shifted_sigmas
 from h3stream.errors import InvalidRequestError, UnsupportedError
 from h3stream.request import ClipSpec
@@ -21,8 +21,8 @@ from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.kv_cache import KvCache
 from services.dit.kv_storage import KvShape
 from services.dit.model import ChunkLayout, H3Dit, finish_forward
-from services.dit.noise import ClipNoise
-from services.dit.rows import ChunkLatents, middle_frame
+from services.dit.noise import ClipNoise, NoiseSegment
+from services.dit.rows import ChunkLatents, middle_frame, on_device
 
 
 class Rollout:
@@ -36,12 +36,15 @@ class Rollout:
         clip: ClipSpec,
         num_tokens: int,
         device: torch.device,
+        noise: tuple[NoiseSegment, ...] = (),
     ) -> None:
         """Makes the clip's first draws, computes its modulation table and takes the memory of its KV cache.
 
+        noise: seeds of its noise; none: the clip's own throughout.
         The weights must be on the device. Raises torch.OutOfMemoryError.
         """
         self.clip = clip
+        self.noise = noise
         self.num_noise_forwards = 0
         self.num_clean_forwards = 0
         self._model = model
@@ -54,7 +57,7 @@ class Rollout:
             zip(*(_with_zero(clip.steps, s) for s in (clip.video_shift, clip.audio_shift)), strict=True)
         )
         self._timesteps = clip_timesteps(clip.steps, clip.video_shift, clip.audio_shift)
-        self._noise = ClipNoise(clip, device)
+        self._noise = ClipNoise(clip, device, noise)
         context = (context_timestep(), context_timestep())  # of the text and of every clean forward
         with adapters.using(mix):
             self._modulation = modulation_table(model.transformer, (*self._timesteps, context))
@@ -87,13 +90,18 @@ class Rollout:
             )
         )
 
+    @property
+    def num_committed_chunks(self) -> int:
+        """Chunks in the cache; its first entry is the text."""
+        return self.cache.num_committed - 1
+
     def sampled(self, index: int) -> ChunkLatents | None:
         """The final latents of a chunk if it is the one sampled last."""
         return self._sampled if index == self._sampled_index else None
 
     def is_committed(self, index: int) -> bool:
         """Whether a chunk is the one committed last."""
-        return 0 <= index == self.cache.num_committed - 2
+        return 0 <= index == self.num_committed_chunks - 1
 
     def sample(self, index: int, on_step: Callable[[int], None], cancelled: Cancelled) -> ChunkLatents:
         """Samples the next chunk in `clip.steps` noise forwards; returns its final latents, float32 on the device.
@@ -101,20 +109,32 @@ class Rollout:
         on_step: told the number of forwards done, after each.  cancelled: polled around every forward; VerbCancelled is
         raised if it is true. A chunk that was cancelled or failed can be sampled again, to the same latents.
         """
-        if not 0 <= index < len(self._chunks):
-            raise InvalidRequestError(f"chunk {index} does not exist; the clip has chunks 0 to {len(self._chunks) - 1}")
-        if index != self.cache.num_committed - 1:
-            raise UnsupportedError(
-                f"chunk {index} cannot be sampled now: the next one is chunk {self.cache.num_committed - 1}"
-            )
-        before = self._noise.state()
+        chunk = self._take_up(index)
+        before = self._noise.state(chunk)
         try:
-            latents = self._sample(index, on_step, cancelled)
+            latents = self._sample(chunk, on_step, cancelled)
         except BaseException:
-            self._noise.restore(before)
+            self._noise.restore(chunk, before)
             raise
         self._sampled_index, self._sampled = index, latents
         return latents
+
+    def restore(self, index: int, latents: ChunkLatents) -> None:
+        """Takes the next chunk's latents as if it had been sampled here. Restoring the last one again changes nothing.
+
+        latents: as `sample` returned them, on any device.
+        Raises InvalidRequestError if the chunk stands with other latents, UnsupportedError out of order.
+        """
+        latents = on_device(latents, self._device)
+        standing = self.sampled(index)
+        if standing is not None:
+            if not (torch.equal(latents.video, standing.video) and torch.equal(latents.audio, standing.audio)):
+                raise InvalidRequestError(f"chunk {index} stands with other latents, which are not replaced")
+            return
+        chunk = self._take_up(index)
+        for _ in self._timesteps:
+            self._noise.step(chunk)  # later chunks share the stream
+        self._sampled_index, self._sampled = index, latents
 
     def middle_estimate(self) -> Tensor:
         """The middle latent frame of the chunk as the last noise forward estimates it, `[24, H, W]`: a view."""
@@ -124,7 +144,7 @@ class Rollout:
     def commit(self, index: int) -> None:
         """Runs the clean forward of the chunk sampled last and commits it."""
         latents = self.sampled(index)
-        if latents is None or index != self.cache.num_committed - 1:
+        if latents is None or index != self.num_committed_chunks:
             raise UnsupportedError(f"chunk {index} cannot be committed: it is not a chunk just sampled")
         chunk = self._chunks[index]
         if chunk.is_tail:
@@ -140,10 +160,26 @@ class Rollout:
         )
         self.num_clean_forwards += 1
 
-    def _sample(self, index: int, on_step: Callable[[int], None], cancelled: Cancelled) -> ChunkLatents:
-        chunk = self._chunks[index]
+    def chunk(self, index: int) -> Chunk:
+        """A chunk of the clip. Raises InvalidRequestError for one that does not exist."""
+        if not 0 <= index < len(self._chunks):
+            raise InvalidRequestError(f"chunk {index} does not exist; the clip has chunks 0 to {len(self._chunks) - 1}")
+        return self._chunks[index]
+
+    def _take_up(self, index: int) -> Chunk:
+        """Makes a chunk the current one. Raises InvalidRequestError, UnsupportedError if it is not the next."""
+        chunk = self.chunk(index)
+        if index != self.num_committed_chunks:
+            raise UnsupportedError(
+                f"chunk {index} cannot be sampled or restored now: the next one is chunk {self.num_committed_chunks}"
+            )
         height, width = latent_size(self.clip.height), latent_size(self.clip.width)
-        self._layout = layout = self._model.chunk_layout(chunk, self._num_tokens, height, width)
+        self._layout = self._model.chunk_layout(chunk, self._num_tokens, height, width)
+        return chunk
+
+    def _sample(self, chunk: Chunk, on_step: Callable[[int], None], cancelled: Cancelled) -> ChunkLatents:
+        layout = self._layout
+        assert layout is not None
         x_t = x0 = self._noise.initial(chunk)
         for step, timesteps in enumerate(self._timesteps):
             poll(cancelled)

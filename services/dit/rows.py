@@ -7,6 +7,7 @@ Source: docs/reference/raven-streaming.md §2.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +35,19 @@ class ChunkLatents:
 
     def of(self, chunk: Chunk) -> ChunkLatents:
         """A chunk of a whole clip's latents, as views."""
+        return self.span(chunk, chunk)
+
+    def span(self, first: Chunk, last: Chunk) -> ChunkLatents:
+        """The chunks from `first` to `last` of a whole clip's latents, as views."""
         return ChunkLatents(
-            self.video[:, :, chunk.video_start : chunk.video_stop],
-            self.audio[..., chunk.audio_start : chunk.audio_stop],
+            self.video[:, :, first.video_start : last.video_stop],
+            self.audio[..., first.audio_start : last.audio_stop],
         )
+
+
+def joined(parts: Sequence[ChunkLatents]) -> ChunkLatents:
+    """Latents one after the other in time, in memory of their own."""
+    return ChunkLatents(torch.cat([part.video for part in parts], 2), torch.cat([part.audio for part in parts], 3))
 
 
 def on_device(latents: ChunkLatents, device: torch.device) -> ChunkLatents:

@@ -22,6 +22,7 @@ from services.common.tensors import TensorAssembler, to_parts
 from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
 from services.dit.config import DitConfig
+from services.dit.noise import NoiseSegment
 from services.dit.preview import MEDIA_TYPE, Still
 from services.dit.refine.plan import RefinePlan
 from services.dit.refine.refiner import Branch, StepReport
@@ -72,9 +73,10 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
         spec = preview_spec_from_proto(header.preview) if header.HasField("preview") else None
         preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
         session_id, clip = header.session_id, clip_spec_from_proto(header.clip)
+        noise = [NoiseSegment(segment.first_chunk, segment.seed) for segment in header.noise]
         stats = await self._runner.run(
             lambda cancelled: self._worker.open_session(
-                session_id, clip, text["context"], text["token_tags"], cancelled
+                session_id, clip, text["context"], text["token_tags"], cancelled, noise
             )
         )
         reason = ""
@@ -84,6 +86,7 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
         if stats is not None:  # a dense clip has no KV cache
             response.kv_storage = KV_STORAGE_TO_PROTO[stats.storage]
             response.kv_storage_fallback_reason = stats.fallback_reason
+            response.num_committed_chunks = stats.num_committed - 1  # the first entry is the text
         return response
 
     async def SampleChunk(
@@ -103,6 +106,18 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
 
         async for response in self._runner.stream(verb):
             yield response
+
+    async def RestoreChunk(
+        self, request_iterator: AsyncIterator[workers_pb2.RestoreChunkRequest], context: Any
+    ) -> workers_pb2.RestoreChunkResponse:
+        header = await _header("RestoreChunk", request_iterator)
+        session_id, index = header.session_id, header.chunk_index
+        shapes = self._worker.latent_shapes(session_id, index)
+        expected = TensorAssembler({name: ((torch.float32,), shape) for name, shape in shapes.items()})
+        tensors = await _tensors("RestoreChunk", request_iterator, expected)
+        latents = ChunkLatents(tensors["video"], tensors["audio"])
+        await self._runner.run(lambda _: self._worker.restore_chunk(session_id, index, latents))
+        return workers_pb2.RestoreChunkResponse()
 
     async def SampleDense(
         self, request: workers_pb2.SampleDenseRequest, context: Any

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from core.budget import memory_budget
+from core.geometry import chunk_latent_shapes, chunk_table
 from core.request import STREAMING_STRENGTH, clip_violations, preview_violations
 from h3stream.errors import DeviceMemoryError, InvalidRequestError, UnsupportedError
 from h3stream.refine import RefineSpec
@@ -31,6 +33,7 @@ from services.dit.config import DitConfig
 from services.dit.dense import DenseSampler, DenseSession
 from services.dit.kv_cache import KvStats
 from services.dit.model import H3Dit
+from services.dit.noise import NoiseSegment
 from services.dit.preview import Still, StillMaker
 from services.dit.refine.refiner import Branch
 from services.dit.refine.request import check_adapter_names, check_finite, filled_refinement
@@ -99,29 +102,41 @@ class DitWorker:
         return sorted(self._sessions)
 
     def open_session(
-        self, session_id: str, clip: ClipSpec, context: Tensor, token_tags: Tensor, cancelled: Cancelled
+        self,
+        session_id: str,
+        clip: ClipSpec,
+        context: Tensor,
+        token_tags: Tensor,
+        cancelled: Cancelled,
+        noise: Sequence[NoiseSegment] = (),
     ) -> KvStats | None:
         """Starts a clip and puts its text into the KV cache, whose state it returns; a dense clip has none.
 
-        Opening it again with the same clip changes nothing.
+        Opening it again with the same clip and noise changes nothing.
         context: `[E, text_dim]` float32 or bfloat16.  token_tags: `[E]` int64, 0 video, 1 text, 2 audio.
+        noise: seeds of a streamed clip's noise; none: the clip's own throughout.
         """
+        noise = tuple(noise) or (NoiseSegment(0, clip.seed),)
         opened = self._sessions.get(session_id)
         if opened is None:
             if not session_id:
                 raise InvalidRequestError("session_id is empty")
             refuse(clip_violations(clip))
+            _check_noise(clip, noise)
             _check_text(context, token_tags)
+            check_finite(context=context)
             mix = self._mix(clip)
             self.weights.require()
             poll(cancelled)
             budget = memory_budget(clip, len(context), self._model.size, decode_bytes=0)
             log.info("session %s needs %s", session_id, budget)
             with _out_of_memory(f"opening a session of about {budget.device_total} bytes"):
-                opened = self._start(clip, mix, context, token_tags)
+                opened = self._start(clip, noise, mix, context, token_tags)
             self._sessions[session_id] = opened
         elif opened.clip != clip:
             raise InvalidRequestError(f"session {session_id!r} is open with another clip: {opened.clip}")
+        elif isinstance(opened, Rollout) and opened.noise != noise:
+            raise InvalidRequestError(f"session {session_id!r} is open with another noise: {opened.noise}")
         return _kv_stats(opened)
 
     def preview(self, session_id: str, spec: PreviewSpec, preview_map: PreviewMap | None) -> str:
@@ -165,6 +180,22 @@ class DitWorker:
                 latents = rollout.sample(index, self._stepped(session_id, rollout, on_step, on_still), cancelled)
         return ChunkLatents(latents.video.cpu(), latents.audio.cpu())
 
+    def latent_shapes(self, session_id: str, index: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the latents of a chunk to restore, by name. Raises UnsupportedError, InvalidRequestError."""
+        rollout = self._rollout(session_id)
+        return chunk_latent_shapes(rollout.chunk(index), rollout.clip.width, rollout.clip.height)
+
+    def restore_chunk(self, session_id: str, index: int, latents: ChunkLatents) -> None:
+        """Takes the next chunk's latents as if it had been sampled here. Repeating the last call changes nothing.
+
+        latents: float32 on the host, of `latent_shapes`.
+        Raises InvalidRequestError for what is not finite or not the latents that the chunk stands with already,
+        UnsupportedError out of order.
+        """
+        rollout = self._rollout(session_id)
+        check_finite(video=latents.video, audio=latents.audio)
+        rollout.restore(index, latents)
+
     def sample_dense(
         self,
         session_id: str,
@@ -186,9 +217,7 @@ class DitWorker:
 
     def commit_chunk(self, session_id: str, index: int, cancelled: Cancelled) -> KvStats:
         """Runs the clean forward of the chunk sampled last and commits it. Repeating the last call changes nothing."""
-        rollout = self._session(session_id)
-        if isinstance(rollout, DenseSession):
-            raise UnsupportedError(f"session {session_id!r} has a dense clip, which has no KV cache: nothing to commit")
+        rollout = self._rollout(session_id)
         if not rollout.is_committed(index):
             self.weights.require()
             poll(cancelled)
@@ -260,10 +289,17 @@ class DitWorker:
 
         return stepped
 
-    def _start(self, clip: ClipSpec, mix: AdapterMix, context: Tensor, token_tags: Tensor) -> Rollout | DenseSession:
+    def _start(
+        self,
+        clip: ClipSpec,
+        noise: tuple[NoiseSegment, ...],
+        mix: AdapterMix,
+        context: Tensor,
+        token_tags: Tensor,
+    ) -> Rollout | DenseSession:
         if clip.mode == "dense":
             return DenseSession(DenseSampler(self._model, self._adapters, mix, clip, context, token_tags, self._device))
-        rollout = Rollout(self._model, self._adapters, mix, clip, len(context), self._device)
+        rollout = Rollout(self._model, self._adapters, mix, clip, len(context), self._device, noise)
         rollout.prefill(context, token_tags)
         return rollout
 
@@ -292,9 +328,33 @@ class DitWorker:
         except KeyError:
             raise UnsupportedError(f"there is no session {session_id!r}: open it first") from None
 
+    def _rollout(self, session_id: str) -> Rollout:
+        session = self._session(session_id)
+        if isinstance(session, DenseSession):
+            raise UnsupportedError(
+                f"session {session_id!r} has a dense clip, which has no KV cache: nothing to restore or commit"
+            )
+        return session
+
 
 def _kv_stats(session: Rollout | DenseSession) -> KvStats | None:
     return session.cache.stats() if isinstance(session, Rollout) else None
+
+
+def _check_noise(clip: ClipSpec, noise: Sequence[NoiseSegment]) -> None:
+    """Raises InvalidRequestError for seeds that cannot be the clip's."""
+    if clip.mode == "dense" and noise != (NoiseSegment(0, clip.seed),):
+        raise InvalidRequestError("noise names seeds by chunk, but a dense clip is sampled at once, from its own seed")
+    num_chunks = len(chunk_table(clip.num_frames))
+    first_chunks = [segment.first_chunk for segment in noise]
+    if first_chunks[0] != 0:
+        raise InvalidRequestError(f"noise begins with chunk {first_chunks[0]}; its first segment must be from chunk 0")
+    for before, after in pairwise(first_chunks):
+        if not before < after < num_chunks:
+            raise InvalidRequestError(
+                f"noise has a segment from chunk {after} behind one from chunk {before}; they must ascend up to the "
+                f"last chunk, {num_chunks - 1}"
+            )
 
 
 def _check_text(context: Tensor, token_tags: Tensor) -> None:

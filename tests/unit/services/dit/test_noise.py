@@ -48,10 +48,10 @@ def test_draws_are_successive_and_whole_clip_draws_come_first(clip: ClipSpec) ->
 def test_a_restored_state_repeats_its_draws(clip: ClipSpec) -> None:
     chunk = chunk_table(clip.num_frames)[0]
     noise = ClipNoise(clip, CPU)
-    state = noise.state()
+    state = noise.state(chunk)
     first = noise.step(chunk)
     assert not torch.equal(noise.step(chunk).audio, first.audio)
-    noise.restore(state)
+    noise.restore(chunk, state)
     assert torch.equal(noise.step(chunk).audio, first.audio)
 
 

@@ -142,7 +142,7 @@ def test_a_forward_that_fails_stages_nothing_and_costs_no_draw(
 
 def test_chunks_come_in_order(open_rollout: Any, clip: ClipSpec) -> None:
     rollout = open_rollout(clip)
-    with pytest.raises(UnsupportedError, match="chunk 1 cannot be sampled now: the next one is chunk 0"):
+    with pytest.raises(UnsupportedError, match="chunk 1 cannot be sampled or restored now: the next one is chunk 0"):
         rollout.sample(1, ignore, never)
     with pytest.raises(UnsupportedError, match="chunk 0 cannot be committed"):
         rollout.commit(0)
