@@ -59,6 +59,7 @@ WITHOUT_TORCH = (
     "services/common/files.py",
     "services/common/ledger.py",
     "services/common/listen.py",
+    "services/common/logs.py",
     "services/common/options.py",
     "services/common/refusal.py",
     "services/common/rpc.py",
