@@ -18,6 +18,7 @@ from core.budget import VIDEO_BIT_RATE
 from core.request import preview_violations
 from h3stream.errors import ConfigError
 from h3stream.request import PreviewSpec
+from orchestrator.edge_settings import EdgeSettings
 from services.checkpoints.components import FOLDERS, Part
 from services.common.config import AdapterSource
 from services.common.device import check_device
@@ -31,6 +32,8 @@ ENVIRONMENT_PREFIX = "H3STREAM_"
 CLIENT_VARIABLES = ("H3STREAM_SERVER",)
 """Variables with that prefix which only the command line of the client reads."""
 WORKER_TRANSPORTS = ("unix", "tcp")
+AUDIT_NAME = "audit.jsonl"
+"""File in the data directory that says who called what, where callers are authenticated."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,18 @@ class Settings:
     """Address of VideoService, "HOST:PORT"; port 0 takes any free one."""
     insecure: bool = False
     """Allow listening beyond loopback although callers are not authenticated."""
+    keys: Path | None = None
+    """File of API keys, client certificates and tenants (docs/access.md); every caller must then be one of them. Read
+    again when it changes."""
+    tls_cert: Path | None = None
+    """PEM file of the certificate to show callers, followed by those that lead to its root; needs tls_key. Read again
+    when it changes."""
+    tls_key: Path | None = None
+    """PEM file of that certificate's private key, which no other user may read."""
+    tls_client_ca: Path | None = None
+    """PEM file of authorities (mTLS): every caller must then show a certificate of theirs."""
+    log_format: str = "text"
+    """How the log is written: "text", or "json", an object on each line."""
     device: str = "auto"
     """Compute device of the workers; "auto" takes the lane's GPU, else the CPU."""
     threads: int = 0
@@ -114,7 +129,9 @@ class Settings:
             raise ConfigError(violation.description.replace("preview.", "preview_", 1))
         if self.worker_transport not in WORKER_TRANSPORTS:
             raise ConfigError(f"worker_transport is {self.worker_transport!r}; it must be one of {WORKER_TRANSPORTS}")
-        check_tcp_address(self.listen, insecure=self.insecure)
+        check_tcp_address(
+            self.listen, insecure=self.insecure or self.edge.authenticates, remedy="give keys or tls_client_ca"
+        )
 
     @property
     def parts(self) -> dict[Part, Path | None]:
@@ -125,6 +142,19 @@ class Settings:
     def preview(self) -> PreviewSpec:
         """Stills of a request that says nothing about them."""
         return PreviewSpec(self.preview_max_side, self.preview_every_steps)
+
+    @property
+    def edge(self) -> EdgeSettings:
+        """The settings of the process that callers reach. Raises ConfigError."""
+        authenticates = self.keys is not None or self.tls_client_ca is not None
+        return EdgeSettings(
+            keys=self.keys,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_client_ca=self.tls_client_ca,
+            audit=self.data / AUDIT_NAME if authenticates else None,
+            log_format=self.log_format,
+        )
 
     def public(self) -> dict[str, str]:
         """The settings by name, for GetServerInfo; there are no secrets among them."""

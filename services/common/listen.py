@@ -7,19 +7,23 @@ import ipaddress
 from h3stream.errors import ConfigError
 
 
-def check_tcp_address(listen: str, *, insecure: bool) -> None:
-    """Raises ConfigError unless `listen` is HOST:PORT on loopback, or anywhere if `insecure`."""
+def check_tcp_address(listen: str, *, insecure: bool, remedy: str = "") -> None:
+    """Raises ConfigError unless `listen` is HOST:PORT on loopback, or anywhere if `insecure`.
+
+    remedy: how callers could be authenticated, for the message.
+    """
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"listen is {listen!r}; it must be HOST:PORT, e.g. 127.0.0.1:50051")
-    if not insecure and not _is_loopback(host):
+    if not insecure and not is_loopback(host):
         raise ConfigError(
             f"listen is {listen!r}: callers are not authenticated, so only loopback addresses are served; "
-            "set insecure to listen beyond loopback all the same"
+            f"{remedy and remedy + ', or '}set insecure to listen beyond loopback all the same"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -36,6 +36,8 @@ STOPS_AT = {
         "services/common/rpc.py",
         "services/common/worker.py",
         "services/common/process.py",
+        "orchestrator/access/guard.py",
+        "orchestrator/access/tls.py",
         "orchestrator/edge.py",
         "orchestrator/servicer.py",
         "orchestrator/worker_clients.py",
