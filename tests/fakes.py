@@ -20,10 +20,15 @@ from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import (
     FieldViolation,
     GenerationError,
+    IdempotencyKeyError,
     InvalidRequestError,
     JobCancelledError,
     JobNotFoundError,
+    ModelLoadingError,
     OffGridError,
+    ServerStoppingError,
+    UnauthenticatedError,
+    UnsupportedError,
 )
 from h3stream.events import (
     Accepted,
@@ -50,7 +55,7 @@ from h3stream.events import (
     StreamComplete,
     Timings,
 )
-from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.job import AdapterInfo, Job, JobState, ServerInfo
 from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec, GenerateRequest, PreviewSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
@@ -273,6 +278,10 @@ class Script:
     """Where the server says nothing any more."""
     lose_at: list[int] = field(default_factory=list)
     """Where a stream loses its connection, once for each."""
+    restart_at: list[int] = field(default_factory=list)
+    """Where the server stops and starts again, once for each."""
+    num_loading_calls: int = 0
+    """Calls for events that it then refuses because it is starting, after each."""
 
 
 @dataclass
@@ -280,12 +289,20 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     """Makes clips of fixed bytes and remembers what happened."""
 
     script: Script = field(default_factory=Script)
+    api_keys: dict[str, str] = field(default_factory=dict)
+    """Tenants by the keys that callers must have; without any, all callers are let in."""
     requests: list[GenerateRequest] = field(default_factory=list)
-    """Requests that were accepted, in order; the job of the n-th is "job-n"."""
+    """Requests that were accepted, in order, without their idempotency keys; the job of the n-th is "job-n"."""
+    idempotency_keys: list[str] = field(default_factory=list)
+    """Those of all requests for a new job that came, in order."""
     attached: list[video_pb2.AttachRequest] = field(default_factory=list)
     """Attach calls, in order."""
     cancelled: set[str] = field(default_factory=set)
     """Jobs that CancelJob ended."""
+    deleted: set[str] = field(default_factory=set)
+    """Jobs that DeleteJob removed."""
+    listed: list[video_pb2.ListJobsRequest] = field(default_factory=list)
+    """Pages that were asked for, in order."""
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a caller ended its Generate call early."""
     headers: list[video_pb2.RefineHeader] = field(default_factory=list)
@@ -294,22 +311,31 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     """What was uploaded, as far as it came."""
     downloads: list[video_pb2.DownloadArtifactRequest] = field(default_factory=list)
     """Downloads that were asked for."""
+    _known: dict[str, str] = field(default_factory=dict)
+    """Jobs by idempotency key."""
+    _num_loading_calls: int = 0
 
     async def Generate(
         self, request: video_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[video_pb2.GenerateResponse]:
-        self._refuse()
-        wanted = codec.request_from_proto(request)
-        plan = plan_of(wanted)
-        job_id = f"job-{len(self.requests)}"
-        self.requests.append(wanted)
+        self._refuse(context)
+        self._refuse_loading()
+        self.idempotency_keys.append(request.idempotency_key)
+        wanted = replace(codec.request_from_proto(request), idempotency_key="")
+        plan = plan_of(self._resolved(wanted))
+        job_id = self._known.setdefault(request.idempotency_key, f"job-{len(self.requests)}")
+        if job_id == f"job-{len(self.requests)}":
+            self.requests.append(wanted)
+        elif self.requests[int(job_id.removeprefix("job-"))] != wanted:
+            raise IdempotencyKeyError(f"{request.idempotency_key} has named another request", job_id=job_id)
         async for event in self._told(events_of(plan, job_id), plan, job_id, context):
             yield _response(event)
 
     async def RefineAudio(
         self, request_iterator: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
     ) -> AsyncIterator[video_pb2.RefineAudioResponse]:
-        self._refuse()
+        self._refuse(context)
+        self._refuse_loading()
         header = (await anext(request_iterator)).header
         if header.HasField("upload"):
             self.uploads.append(b"")
@@ -323,15 +349,17 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                 raise InvalidRequestError("the upload is not the file that was announced")
         else:
             self._job(header.job_id)
-        job_id = f"refine-{len(self.headers)}"
-        self.headers.append(header)
+        self.idempotency_keys.append(header.idempotency_key)
+        job_id = self._known.setdefault(header.idempotency_key, f"refine-{len(self.headers)}")
+        if job_id == f"refine-{len(self.headers)}":
+            self.headers.append(header)
         async for event in self._told(self._events(job_id), self._job(job_id).plan, job_id, context):
             yield video_pb2.RefineAudioResponse(event=codec.event_to_proto(event))
 
     async def DownloadArtifact(
         self, request: video_pb2.DownloadArtifactRequest, context: Any
     ) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
-        self._refuse()
+        self._refuse(context)
         self.downloads.append(request)
         artifact = artifact_of(self._job(request.job_id).job_id, request.name)
         message = video_pb2.DownloadArtifactResponse()
@@ -373,7 +401,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
             raise
 
     async def Attach(self, request: video_pb2.AttachRequest, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
-        self._refuse()
+        self._refuse(context)
+        self._refuse_loading()
         self.attached.append(request)
         events = list(self._events(request.job_id))
         if not self.script.has_stream:
@@ -393,32 +422,51 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                 yield video_pb2.AttachResponse(event=codec.event_to_proto(event))
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:
-        self._refuse()
+        self._refuse(context)
         job = self._job(request.job_id)
         self.cancelled.add(job.job_id)
-        return video_pb2.CancelJobResponse(job=codec.job_to_proto(replace(job, state="cancelled")))
+        return video_pb2.CancelJobResponse(job=codec.job_to_proto(self._job(job.job_id)))
+
+    async def ListJobs(self, request: video_pb2.ListJobsRequest, context: Any) -> video_pb2.ListJobsResponse:
+        self._refuse(context)
+        self.listed.append(request)
+        numbers = range(len(self.requests)) if not request.page_token else range(int(request.page_token))
+        jobs = [self._job(f"job-{number}") for number in reversed(numbers) if f"job-{number}" not in self.deleted]
+        wanted = [job for job in map(codec.job_to_proto, jobs) if not request.states or job.state in request.states]
+        page = wanted[: request.page_size or 20]
+        is_last = len(page) == len(wanted)
+        token = "" if is_last else page[-1].job_id.removeprefix("job-")
+        return video_pb2.ListJobsResponse(jobs=page, next_page_token=token)
+
+    async def DeleteJob(self, request: video_pb2.DeleteJobRequest, context: Any) -> video_pb2.DeleteJobResponse:
+        self._refuse(context)
+        job = self._job(request.job_id)
+        if job.state == "running":
+            raise UnsupportedError(f"{job.job_id} has not ended; cancel it first", job_id=job.job_id)
+        self.deleted.add(job.job_id)
+        return video_pb2.DeleteJobResponse()
 
     async def GetJob(self, request: video_pb2.GetJobRequest, context: Any) -> video_pb2.GetJobResponse:
-        self._refuse()
+        self._refuse(context)
         return video_pb2.GetJobResponse(job=codec.job_to_proto(self._job(request.job_id)))
 
     async def PlanGeneration(
         self, request: video_pb2.PlanGenerationRequest, context: Any
     ) -> video_pb2.PlanGenerationResponse:
-        self._refuse()
+        self._refuse(context)
         plan = plan_of(codec.plan_request_from_proto(request))
         return video_pb2.PlanGenerationResponse(plan=codec.plan_to_proto(plan))
 
     async def ListAdapters(
         self, request: video_pb2.ListAdaptersRequest, context: Any
     ) -> video_pb2.ListAdaptersResponse:
-        self._refuse()
+        self._refuse(context)
         return video_pb2.ListAdaptersResponse(adapters=map(codec.adapter_to_proto, ADAPTERS))
 
     async def GetServerInfo(
         self, request: video_pb2.GetServerInfoRequest, context: Any
     ) -> video_pb2.GetServerInfoResponse:
-        self._refuse()
+        self._refuse(context)
         return codec.server_info_to_proto(SERVER_INFO)
 
     async def _never(self) -> None:
@@ -429,13 +477,32 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
             self.disconnected.set()
 
     async def _lose(self, event: Event, context: Any) -> None:
+        if event.seq in self.script.restart_at:
+            self.script.restart_at.remove(event.seq)
+            self._num_loading_calls = self.script.num_loading_calls
+            raise ServerStoppingError("the server stops; its jobs go on when it is back", job_id=event.job_id)
         if event.seq in self.script.lose_at:
             self.script.lose_at.remove(event.seq)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC itself says it
 
-    def _refuse(self) -> None:
+    def _refuse(self, context: Any) -> None:
+        key = dict(context.invocation_metadata()).get("authorization", "").removeprefix("Bearer ")
+        if self.api_keys and key not in self.api_keys:
+            raise UnauthenticatedError("that needs an API key" if not key else "no such API key")
         if self.script.refuse_with is not None:
             raise self.script.refuse_with
+
+    def _refuse_loading(self) -> None:
+        if self._num_loading_calls:
+            self._num_loading_calls -= 1
+            raise ModelLoadingError("the model is still being loaded")
+
+    def _resolved(self, request: GenerateRequest) -> GenerateRequest:
+        """A request with the clip that it goes on from."""
+        if (branch := request.branch) is None:
+            return request
+        self._job(branch.job_id)
+        return replace(self.requests[int(branch.job_id.removeprefix("job-"))], seed=branch.seed)
 
     def _events(self, job_id: str) -> Iterator[Event]:
         plan = self._job(job_id).plan
@@ -449,9 +516,12 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
             plan = plan_of(GenerateRequest("a fox", refine_audio=codec.refine_spec_from_proto(header.spec, "spec")))
             return replace(EMPTY_JOB, job_id=job_id, plan=plan, source_job_id=header.job_id)
         number = job_id.removeprefix("job-")
-        if not number.isdecimal() or int(number) >= len(self.requests):
+        if not number.isdecimal() or int(number) >= len(self.requests) or job_id in self.deleted:
             raise JobNotFoundError(f"there is no job {job_id!r}", job_id=job_id)
-        return replace(EMPTY_JOB, job_id=job_id, plan=plan_of(self.requests[int(number)]))
+        request = self.requests[int(number)]
+        state: JobState = "cancelled" if job_id in self.cancelled else "running"
+        plan = plan_of(self._resolved(request))
+        return replace(EMPTY_JOB, job_id=job_id, state=state, plan=plan, prompt=request.prompt)
 
 
 EMPTY_JOB = Job(

@@ -9,12 +9,14 @@
 `h3stream serve --model DIR` starts a server at that address. The file is playable from the first fragment on.
 """
 
+from h3stream.access import TlsOptions
 from h3stream.adapters import AdapterChoice, AdapterUse
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.client import Client, Generation
 from h3stream.errors import (
     ArtifactNotFoundError,
     BrokenStreamError,
+    ConfigError,
     DeadlineError,
     DeviceMemoryError,
     FieldViolation,
@@ -96,6 +98,7 @@ __all__ = [
     "Client",
     "ClipSpec",
     "Completed",
+    "ConfigError",
     "DeadlineError",
     "DeviceMemoryError",
     "Event",
@@ -146,6 +149,7 @@ __all__ = [
     "TenantUsage",
     "TimeRange",
     "Timings",
+    "TlsOptions",
     "UnauthenticatedError",
     "UnsupportedError",
     "WorkerLostError",

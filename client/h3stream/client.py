@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from h3stream import codec
+from h3stream.access import Tls, call_metadata, channel_credentials
 from h3stream.artifact_file import open_sink
 from h3stream.channel import CHANNEL_OPTIONS
 from h3stream.clip_file import ClipFile
 from h3stream.errors import InvalidRequestError
 from h3stream.events import Artifact, Completed, Event, Plan
 from h3stream.fields import sendable
-from h3stream.job import AdapterInfo, Job, ServerInfo
+from h3stream.job import AdapterInfo, Job, JobPage, JobState, ServerInfo
+from h3stream.listing import list_request
 from h3stream.refine import RefineOptions, RefineSpec, make_spec
-from h3stream.request import GenerateRequest, RequestOptions, make_request
+from h3stream.request import (
+    Branch,
+    BranchOptions,
+    GenerateRequest,
+    JobPriority,
+    RequestOptions,
+    make_request,
+    with_idempotency_key,
+)
 from h3stream.status import from_rpc_error
 from h3stream.stream import RECONNECT_S, EventOrder, EventResponse, Line, Reconnection, StallBudget, attach_request
-from h3stream.upload import RefineCall, Source
+from h3stream.upload import JobSource, RefineCall, Source, job_id_of
 from h3stream.v1 import video_pb2, video_pb2_grpc
 
 Response = TypeVar("Response")
@@ -69,9 +80,20 @@ class Client:
     No job is made twice; a job's events go on after a lost connection. May be used from several threads.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
-        """address: "HOST:PORT".  timeout_s: deadline of every call that does not follow a job."""
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, *, api_key: str | None = None, tls: Tls = None, timeout_s: float = 60.0) -> None:
+        """address: "HOST:PORT", or "unix:PATH".  api_key: sent with every call; None for a server that asks for none.
+        tls: True, or TlsOptions, for a server that speaks TLS.
+        timeout_s: deadline of every call that does not follow a job.
+
+        Raises ConfigError for a key that no call can carry and for files that cannot be read.
+        """
+        self._metadata = call_metadata(api_key, address, tls)
+        credentials = channel_credentials(tls)
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
         self._stub = video_pb2_grpc.VideoServiceStub(self._channel)
         self._address = address
         self._timeout_s = timeout_s
@@ -89,14 +111,36 @@ class Client:
         prompt: the prompt, or a whole request.  options: fields of GenerateRequest.
         stall_timeout_s: raise DeadlineError once the job has stood still for so long, waiting in the queue included;
         heartbeats only show that it is alive. None waits for ever.
-        reconnect_s: how long a lost connection is tried again once the job has been accepted; 0 for never. Not at all
-        for a request with `cancel_on_disconnect`, whose job ends with its connection.
+        reconnect_s: how long a lost connection is tried again, a server that is stopped and started again included; 0
+        for never. Not at all for a request with `cancel_on_disconnect`, whose job ends with its connection. A request
+        without an `idempotency_key` gets a random one, so that asking again makes no second job.
         """
         request = make_request(prompt, options)
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(0.0 if request.cancel_on_disconnect else reconnect_s)
-        call = self._stub.Generate(codec.request_to_proto(request))
-        return Generation(Line(call, self._stub.Attach, EventOrder(), again, address=self._address), budget)
+        message = codec.request_to_proto(with_idempotency_key(request))
+        return Generation(self._line(lambda: self._start(self._stub.Generate, message), EventOrder(), again), budget)
+
+    def branch(
+        self,
+        source: JobSource,
+        from_chunk: int,
+        prompt: str | None = None,
+        seed: int | None = None,
+        *,
+        stall_timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **options: Unpack[BranchOptions],
+    ) -> Generation:
+        """Goes on from a chunk boundary of another job, as a job of its own; returns its events like `generate`.
+
+        The source never changes, and the chunks before `from_chunk` are its own, their fragments too.
+        source: the id of a job, a Job or a generation, running or ended.  from_chunk, prompt, seed: as in Branch.
+        options: fields of GenerateRequest which do not decide the clip.
+        The others are those of `generate`.
+        """
+        request = GenerateRequest(branch=Branch(job_id_of(source), from_chunk, prompt, seed), **options)
+        return self.generate(request, stall_timeout_s=stall_timeout_s, reconnect_s=reconnect_s)
 
     def attach(
         self,
@@ -119,8 +163,7 @@ class Client:
         request = attach_request(job_id, from_seq, from_chunk, live)
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(reconnect_s)
-        call = self._stub.Attach(request)
-        return Generation(Line(call, self._stub.Attach, EventOrder(request), again, address=self._address), budget)
+        return Generation(self._line(None, EventOrder(request), again), budget)
 
     def refine(
         self,
@@ -129,6 +172,9 @@ class Client:
         *,
         prompt: str = "",
         cancel_on_disconnect: bool = False,
+        priority: JobPriority = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str = "",
         stall_timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
         **options: Unpack[RefineOptions],
@@ -139,15 +185,24 @@ class Client:
         source: the id of a job, a Job or a generation that has ended; or the Path of a `latents.safetensors`, which is
         uploaded in pieces and checked on arrival.  prompt: what the latents of a file were made with.
         spec, options: how it is refined; options are fields of RefineSpec.
+        cancel_on_disconnect, priority, deadline_s, idempotency_key: as fields of GenerateRequest.
         A file is never sent twice: a connection that is lost before there is a job raises NotReadyError. The time of an
         upload counts as standing still.
         The others are those of `generate`.
         """
         budget = StallBudget(stall_timeout_s)
         again = Reconnection(0.0 if cancel_on_disconnect else reconnect_s)
-        asked = RefineCall(source, prompt, make_spec(spec, options), cancel_on_disconnect)
-        call = self._stub.RefineAudio(iter(asked))
-        return Generation(Line(call, self._stub.Attach, EventOrder(), again, asked, address=self._address), budget)
+        asked = RefineCall(
+            source,
+            prompt,
+            make_spec(spec, options),
+            cancel_on_disconnect=cancel_on_disconnect,
+            priority=priority,
+            deadline_s=deadline_s,
+            idempotency_key=idempotency_key,
+        )
+        line = self._line(lambda: self._start(self._stub.RefineAudio, iter(asked)), EventOrder(), again, asked)
+        return Generation(line, budget)
 
     def save(
         self,
@@ -188,6 +243,35 @@ class Client:
         request = video_pb2.CancelJobRequest(job_id=sendable("job_id", job_id))
         return codec.job_from_proto(self._call(self._stub.CancelJob, request).job)
 
+    def job_page(
+        self,
+        page_token: str = "",
+        *,
+        page_size: int = 0,
+        states: Sequence[JobState] = (),
+        all_tenants: bool = False,
+    ) -> JobPage:
+        """Some of the jobs that there are, the newest first.
+
+        page_token: what the page before ended with; empty: from the newest.  page_size: 1 to 100; 0 is the server's.
+        states: those to list; none: all.  all_tenants: not only the caller's own jobs, which its key must allow.
+        """
+        request = list_request(page_token, page_size, states, all_tenants)
+        return codec.job_page_from_proto(self._call(self._stub.ListJobs, request))
+
+    def jobs(self, *, states: Sequence[JobState] = (), all_tenants: bool = False, page_size: int = 0) -> Iterator[Job]:
+        """The jobs that there are, the newest first, asked for page by page. Arguments are those of `job_page`."""
+        token = ""
+        while True:
+            page = self.job_page(token, page_size=page_size, states=states, all_tenants=all_tenants)
+            yield from page.jobs
+            if not (token := page.next_page_token):
+                return
+
+    def delete(self, job_id: str) -> None:
+        """Removes a job that has ended, with its events and artifacts."""
+        self._call(self._stub.DeleteJob, video_pb2.DeleteJobRequest(job_id=sendable("job_id", job_id)))
+
     def download(self, job_id: str, name: str, path: str | os.PathLike[str]) -> Artifact:
         """Downloads an artifact of a finished job to the file `path`, which appears once it is whole and verified.
 
@@ -200,7 +284,7 @@ class Client:
             while True:
                 request = video_pb2.DownloadArtifactRequest(job_id=job_id, name=name, offset_bytes=file.num_bytes)
                 try:
-                    for response in self._stub.DownloadArtifact(request):
+                    for response in self._start(self._stub.DownloadArtifact, request):
                         file.take(response)
                 except grpc.RpcError as rpc_error:
                     error = from_rpc_error(rpc_error, self._address)
@@ -231,9 +315,23 @@ class Client:
     ) -> None:
         self.close()
 
+    def _line(
+        self,
+        submit: Callable[[], Any] | None,
+        order: EventOrder,
+        again: Reconnection,
+        asked: RefineCall | None = None,
+    ) -> Line:
+        attach = functools.partial(self._start, self._stub.Attach)
+        return Line(submit, attach, order, again, asked, address=self._address)
+
+    def _start(self, method: Callable[..., Any], request: Any) -> Any:
+        """A call whose responses are read as they come."""
+        return method(request, metadata=self._metadata)
+
     def _call(self, method: Callable[..., Response], request: Any) -> Response:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._address) from error
 

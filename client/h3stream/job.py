@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Literal, get_args
 
 from h3stream.events import Artifact, Phase, Plan
 from h3stream.request import ClipSpec, JobPriority, PreviewSpec
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """State of a job; "unknown" stands for one that a newer server has and this version has not."""
+JOB_STATES: tuple[JobState, ...] = tuple(state for state in get_args(JobState) if state != "unknown")
 
 
 @dataclass(frozen=True)

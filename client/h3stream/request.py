@@ -6,6 +6,7 @@ A request that can be constructed can be sent; whether it can be made is the ser
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
@@ -32,6 +33,8 @@ JOB_PRIORITIES: tuple[JobPriority, ...] = get_args(JobPriority)
 
 MAX_KEY_CHARACTERS = 128
 """Of an idempotency key."""
+RANDOM_KEY_BYTES = 16
+"""Of one that is made here: two that are equal are not to be met with."""
 
 MAX_ARTIFACTS = 64
 """What a message has room for beside the longest prompt; the server's own limits are lower."""
@@ -227,11 +230,33 @@ class RequestOptions(TypedDict, total=False):
     idempotency_key: str
 
 
+class BranchOptions(TypedDict, total=False):
+    """The fields of `GenerateRequest` that a branch may have beside its `Branch`, as keyword arguments."""
+
+    cancel_on_disconnect: bool
+    preview: PreviewSpec | None
+    artifacts: Sequence[str]
+    refine_audio: RefineSpec | None
+    priority: JobPriority
+    deadline_s: float | None
+    idempotency_key: str
+
+
 def make_request(prompt: str | GenerateRequest, options: Mapping[str, Any]) -> GenerateRequest:
     """The request of a prompt and options, or a request with some fields replaced."""
     if isinstance(prompt, GenerateRequest):
         return dataclasses.replace(prompt, **options)
     return GenerateRequest(prompt, **options)
+
+
+def with_idempotency_key(request: GenerateRequest) -> GenerateRequest:
+    """The request under a name of its own, so that asking again makes no second job; as it is if it has one."""
+    return request if request.idempotency_key else dataclasses.replace(request, idempotency_key=random_key())
+
+
+def random_key() -> str:
+    """An idempotency key that nobody else has."""
+    return secrets.token_urlsafe(RANDOM_KEY_BYTES)
 
 
 def order_violations(priority: object, deadline_s: object, idempotency_key: object) -> list[FieldViolation]:

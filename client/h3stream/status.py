@@ -99,6 +99,12 @@ def to_status(error: GenerationError) -> tuple[grpc.StatusCode, str, bytes]:
     return code, message, status.SerializeToString()
 
 
+def is_starting(error: grpc.RpcError) -> bool:
+    """Whether a server answers that its model is still being loaded."""
+    info, _, _ = _details(error)
+    return info.domain == DOMAIN and info.reason == errors.ModelLoadingError.reason
+
+
 _NO_HOST = ("DNS resolution failed", "errors resolving")
 
 

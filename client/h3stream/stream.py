@@ -15,7 +15,7 @@ from h3stream.codec import event_from_proto
 from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation, GenerationError
 from h3stream.events import Accepted, Completed, Event, InitSegment, Progress, RefinedInitSegment
 from h3stream.fields import invalid_request, sendable
-from h3stream.status import from_rpc_error, is_connection_loss, is_nobody_there
+from h3stream.status import from_rpc_error, is_connection_loss, is_nobody_there, is_starting
 from h3stream.upload import RefineCall
 from h3stream.v1 import video_pb2
 
@@ -95,8 +95,8 @@ class EventOrder:
         return event
 
     def resume(self) -> video_pb2.AttachRequest:
-        """What asks for the rest on a new connection."""
-        if self._is_joining:
+        """What asks for the rest, or for all of it where nothing has come."""
+        if self._is_joining or (self._start.job_id and not self.has_begun):
             return self._start
         return video_pb2.AttachRequest(job_id=self.job_id, from_seq=self._next_seq)
 
@@ -190,7 +190,7 @@ class Line:
 
     def __init__(
         self,
-        call: Any,
+        submit: Callable[[], Any] | None,
         attach: Callable[[video_pb2.AttachRequest], Any],
         order: EventOrder,
         again: Reconnection,
@@ -198,14 +198,15 @@ class Line:
         *,
         address: str = "",
     ) -> None:
-        """call: a response stream of Generate, Attach or RefineAudio.  attach: the stub's Attach.
-        asked: what RefineAudio is asked with.  address: of the server, for messages."""
-        self.call = call
+        """submit: asks for a new job by Generate or RefineAudio, under one name however often; None: it is there.
+        attach: the stub's Attach.  asked: what RefineAudio is asked with.  address: of the server, for messages."""
         self.order = order
+        self._submit = submit
         self._attach = attach
         self._again = again
         self._asked = asked
         self._address = address
+        self.reopen()
 
     def accept(self, response: EventResponse) -> Event | None:
         """What EventOrder says of a response."""
@@ -215,8 +216,8 @@ class Line:
 
     def delay_s(self, error: grpc.RpcError) -> float:
         """Seconds to wait before `reopen`, now that the call has failed. Raises its error where that must not be."""
-        # Before its first event a new job has no name to ask for, and a second Generate would be a second job.
-        can_resume = self.order.job_id and is_connection_loss(error)
+        is_lost = is_connection_loss(error) or (self._again.is_trying and is_starting(error))
+        can_resume = is_lost and (self.order.job_id or self._can_submit_again())
         if not self.order.has_begun and not self._again.is_trying and is_nobody_there(error):
             can_resume = False  # a wrong address more likely than a server that is just being started again
         delay_s = self._again.next_delay_s() if can_resume else None
@@ -224,9 +225,16 @@ class Line:
             raise self._explained(from_rpc_error(error, self._address)) from error
         return delay_s
 
+    def _can_submit_again(self) -> bool:
+        """Whether a job that may never have been made can be asked for once more; an upload is not sent twice."""
+        return self._asked is None or not self._asked.is_upload
+
     def _explained(self, error: GenerationError) -> GenerationError:
         return error if self._asked is None else self._asked.explain(error, self.order.has_begun)
 
     def reopen(self) -> None:
         """Asks for what has yet to come."""
-        self.call = self._attach(self.order.resume())
+        if self._submit is not None and not self.order.job_id:
+            self.call = self._submit()
+        else:
+            self.call = self._attach(self.order.resume())

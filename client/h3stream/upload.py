@@ -8,10 +8,11 @@ import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from h3stream.codec import refine_spec_to_proto
+from h3stream.codec import PRIORITY_TO_PROTO, refine_spec_to_proto
 from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError, NotReadyError
 from h3stream.fields import MAX_PROMPT_BYTES, invalid_request, text_violations
 from h3stream.refine import RefineSpec
+from h3stream.request import JobPriority, order_violations, random_key
 from h3stream.v1 import video_pb2
 
 PIECE_BYTES = 512 * 1024
@@ -27,8 +28,15 @@ class HasJobId(Protocol):
         """The job."""
 
 
-Source = str | HasJobId | os.PathLike[str]
-"""A clip to refine: a job's id, a job or a generation, or the path of a `latents.safetensors`."""
+JobSource = str | HasJobId
+"""A job: its id, a Job, or a generation."""
+Source = JobSource | os.PathLike[str]
+"""A clip to refine: a job's, or that of a `latents.safetensors`, by its path."""
+
+
+def job_id_of(source: JobSource) -> str:
+    """The id of a job."""
+    return source.job_id if isinstance(source, HasJobId) else source
 
 
 class RefineCall:
@@ -38,26 +46,52 @@ class RefineCall:
     and `error` says why.
     """
 
-    def __init__(self, source: Source, prompt: str, spec: RefineSpec, cancel_on_disconnect: bool) -> None:
-        """Raises InvalidRequestError for a source that is none, and for a file that cannot be read."""
+    def __init__(
+        self,
+        source: Source,
+        prompt: str,
+        spec: RefineSpec,
+        *,
+        cancel_on_disconnect: bool = False,
+        priority: JobPriority = "normal",
+        deadline_s: float | None = None,
+        idempotency_key: str = "",
+    ) -> None:
+        """The options are fields of GenerateRequest; without a key one is made.
+
+        Raises InvalidRequestError for a source that is none, and for a file that cannot be read.
+        """
+        check_source(source, prompt)
+        if violations := order_violations(priority, deadline_s, idempotency_key):
+            raise invalid_request(violations)
         self.error: GenerationError | None = None
         """Why the messages ended early."""
         self.num_bytes_sent = 0
         """Bytes of the file that have been handed over."""
         self._header = video_pb2.RefineHeader(
-            spec=refine_spec_to_proto(spec), cancel_on_disconnect=cancel_on_disconnect
+            spec=refine_spec_to_proto(spec),
+            cancel_on_disconnect=cancel_on_disconnect,
+            idempotency_key=idempotency_key or random_key(),
         )
+        if priority != "normal":
+            self._header.priority = PRIORITY_TO_PROTO[priority]
+        if deadline_s is not None:
+            self._header.deadline_s = deadline_s
         self._path = ""
-        check_source(source, prompt)
         if isinstance(source, os.PathLike):
             self._path = os.fspath(source)
             self._header.upload.prompt = prompt
             self._header.upload.size_bytes = os.stat(source).st_size
         else:
-            self._header.job_id = source.job_id if isinstance(source, HasJobId) else source
+            self._header.job_id = job_id_of(source)
+
+    @property
+    def is_upload(self) -> bool:
+        """Whether a file is sent."""
+        return bool(self._path)
 
     def __iter__(self) -> Iterator[video_pb2.RefineAudioRequest]:
-        """The messages, once: the file is read twice, first for its checksum, in pieces."""
+        """The messages; those of an upload once: the file is read twice, first for its checksum, in pieces."""
         if not self._path:
             yield video_pb2.RefineAudioRequest(header=self._header)
             return
@@ -119,7 +153,7 @@ def check_source(source: Any, prompt: str) -> None:
             rule = "it must be the prompt that the latents were made with"
             raise invalid_request([FieldViolation("prompt", f"prompt is missing; {rule}")])
         return
-    job_id = source.job_id if isinstance(source, HasJobId) else source
+    job_id = job_id_of(source)
     if not isinstance(job_id, str):
         rule = "it must be the id of a job, a Job, a generation, or the Path of a latents.safetensors"
         raise _invalid_source(f"source is {source!r:.80}; {rule}")
