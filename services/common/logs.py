@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, TextIO
 
-LogFormat = Literal["text", "json"]
-LOG_FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+LOG_FORMATS = ("text", "json")
 
 _job_id: ContextVar[str] = ContextVar("job_id", default="")
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -34,10 +33,10 @@ _RAY_PREFIX = re.compile(r"\([^()]*\bpid=\d+[^()]*\) ")
 """What Ray puts before each line of a worker that it passes on."""
 
 
-def setup(log_format: LogFormat = "text", *, has_time: bool = True) -> None:
+def setup(log_format: str = "text", *, has_time: bool = True) -> None:
     """Makes this process write its log to standard error; a second call replaces what the first one did.
 
-    has_time: whether a line of text begins with the time; not needed where another process adds to it.
+    log_format: "text" or "json".  has_time: whether a line of text begins with the time; not needed where another process adds to it.
     As JSON, what others print on standard error becomes records too: whoever reads finds JSON alone.
     """
     stream = sys.stderr.stream if isinstance(sys.stderr, _Records) else sys.stderr

@@ -28,7 +28,7 @@ def stderr() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-def take(stream: io.StringIO, log_format: logs.LogFormat, *, has_time: bool = True) -> None:
+def take(stream: io.StringIO, log_format: str, *, has_time: bool = True) -> None:
     sys.stderr = stream
     logs.setup(log_format, has_time=has_time)
 
@@ -62,7 +62,7 @@ def test_a_record_of_json_is_one_line_also_with_an_exception(stderr: io.StringIO
 
 
 @pytest.mark.parametrize("log_format", logs.LOG_FORMATS)
-def test_no_secret_is_written_wherever_it_stands(stderr: io.StringIO, log_format: logs.LogFormat) -> None:
+def test_no_secret_is_written_wherever_it_stands(stderr: io.StringIO, log_format: str) -> None:
     take(stderr, log_format)
     log.info("authorization: Bearer %s", "abc.DEF-123")
     log.info("the key %r of %s", KEY, {"authorization": f"bearer {KEY}"})
