@@ -13,20 +13,21 @@ class Timeline:
     """The times of one job, in seconds after it was accepted."""
 
     def __init__(self) -> None:
-        self._accepted_s = 0.0
         self._phases: list[dict[str, Any]] = []
         self._fragments: list[dict[str, Any]] = []
         self._refine_steps: list[dict[str, Any]] = []
         self._refined_fragments: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter()
 
-    def note(self, event: video_pb2.Event, now_s: float) -> None:
-        """Takes the next event of the job, by any clock that does not jump."""
-        if event.seq == 0:
-            self._accepted_s = now_s
+    def num_events(self, kind: str) -> int:
+        """Events with that payload."""
+        return self._counts[kind]
+
+    def note(self, event: video_pb2.Event) -> None:
+        """Takes the next event of the job."""
         kind = event.WhichOneof("payload") or ""
         self._counts[kind] += 1
-        times = {"seq": event.seq, "time_s": round(now_s - self._accepted_s, 6)}
+        times = {"seq": event.seq, "time_s": round(event.elapsed_s, 6)}
         if kind == "phase":
             name = types_pb2.Phase.Name(event.phase.phase).removeprefix("PHASE_").lower()
             self._phases.append({**times, "phase": name, "chunk_index": event.phase.chunk_index})
