@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -13,12 +14,21 @@ from h3stream.v1 import workers_pb2
 from orchestrator.phases import PhaseSequencer
 from orchestrator.worker_clients import DitClient, TextEncoderClient, VaeClient, WorkerClient
 
+log = logging.getLogger(__name__)
+
 
 class LaneHost(Protocol):
     """Whatever runs the workers of one lane; `orchestrator/lanes.py` has Ray's."""
 
+    token: str
+    """What callers of the workers prove themselves with; empty: they need not."""
+
     async def start(self) -> Mapping[Worker, str]:
         """Starts the workers; returns the address of each. Raises StartupError."""
+        ...
+
+    async def restart(self, worker: Worker) -> str:
+        """Ends what is left of one worker and starts it anew; returns its address. Raises StartupError."""
         ...
 
     async def stop(self) -> None:
@@ -42,11 +52,8 @@ class Lane:
 
     async def start(self) -> None:
         """Starts the workers and connects to them. Raises StartupError."""
-        addresses = await self._host.start()
-        self.text_encoder = TextEncoderClient(addresses[Worker.TEXT_ENCODER])
-        self.dit = DitClient(addresses[Worker.DIT])
-        self.vae = VaeClient(addresses[Worker.VAE])
-        self._clients = {c.worker: c for c in (self.text_encoder, self.dit, self.vae)}
+        for worker, address in (await self._host.start()).items():
+            self._connect(worker, address)
         self.device = PhaseSequencer(self._clients)
         try:
             await self.describe()
@@ -90,6 +97,31 @@ class Lane:
         await self.device.grant(None)
         await self.describe()  # a worker that held nothing is missed here, or by every job to come
 
+    async def recover(self) -> list[Worker]:
+        """Replaces the workers that are gone by fresh ones and leaves the others, with their sessions, as they are;
+        returns who was gone.
+
+        One whose call broke counts as gone also if it answers again: what it is in the middle of, nobody knows. Where
+        one cannot be replaced by itself, all are. Raises StartupError.
+        """
+        answers = await asyncio.gather(*map(self._describe, self._clients.values()), return_exceptions=True)
+        lost = [
+            client.worker
+            for client, answer in zip(self._clients.values(), answers, strict=True)
+            if client.is_lost or answer is not None
+        ]
+        try:
+            for worker in lost:
+                await self._clients[worker].close()
+                self._connect(worker, await self._host.restart(worker))
+                self.device.forget(worker)
+            await self.describe()
+        except (StartupError, GenerationError) as error:
+            log.warning("a worker cannot be replaced by itself: %s; the lane is restarted", error)
+            await self.restart()
+            return list(self._clients)
+        return lost
+
     async def restart(self) -> None:
         """Replaces the workers by fresh ones. Raises StartupError."""
         await self.stop()
@@ -100,6 +132,17 @@ class Lane:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients = {}
         await self._host.stop()
+
+    def _connect(self, worker: Worker, address: str) -> None:
+        client: WorkerClient
+        match worker:
+            case Worker.TEXT_ENCODER:
+                client = self.text_encoder = TextEncoderClient(address)
+            case Worker.DIT:
+                client = self.dit = DitClient(address)
+            case Worker.VAE:
+                client = self.vae = VaeClient(address)
+        self._clients[worker] = client
 
     async def _describe(self, client: WorkerClient) -> None:
         self._described[client.worker] = await client.describe()

@@ -30,6 +30,7 @@ class PhaseSequencer:
     """Exclusive residency of one lane: the weights of at most one worker are on its device at any moment."""
 
     def __init__(self, workers: Mapping[Worker, PhaseHolder]) -> None:
+        """workers: looked at with each grant, so that a worker may be replaced there."""
         self._workers = workers
         self._holder: Worker | None = None
 
@@ -52,6 +53,11 @@ class PhaseSequencer:
         # Recorded before entering: a half-entered worker must still be made to leave.
         self._holder = worker
         await holder.enter_phase()
+
+    def forget(self, worker: Worker) -> None:
+        """Takes note that a worker's process is gone, and with it all that it held."""
+        if worker is self._holder:
+            self._holder = None
 
     async def _release(self) -> int:
         """Free bytes of the device after the holder has left; 0 if there was none or the device is the host."""

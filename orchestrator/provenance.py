@@ -82,7 +82,7 @@ async def write_record(
 
     await to_its_end(write_all)  # all or none: the one knows the checksum of the other
     for warning in warnings:
-        job.emit(warning)
+        job.warn(warning.reason, warning.message)
 
 
 def given_up(name: str, message: str) -> video_pb2.Warning:

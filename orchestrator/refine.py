@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +35,14 @@ class ClipFiles:
     """MP4 with the clip's pictures; None: they are decoded anew."""
 
 
-async def run_refinement(job: Job, lane: Lane, *, clock: Callable[[], float] = time.monotonic) -> None:
-    """Refines the clip of a job's source, emitting the job's events as things happen.
+async def run_refinement(job: Job, lane: Lane) -> None:
+    """Refines the clip of a job's source, emitting the job's events as things happen. Begins with the first step, also
+    where an earlier run of the job was lost; what that delivered is not sent again.
 
     Frees nothing, as `run_session` does not. Raises a GenerationError where a phase fails.
     """
     assert job.source is not None
-    output = Output(job, lane, clock, is_refined=True)
+    output = Output(job, lane, is_refined=True)
     report = RefineReport()
     video = job.directory / SOURCE_VIDEO if job.source.has_video else None
     latents = await refine(job, lane, ClipFiles(job.directory / SOURCE_LATENTS, video), output, report, {})
@@ -110,9 +110,7 @@ async def refine(
         None if is_decoded_anew else output,
     )  # fmt: skip
     if is_decoded_anew:
-        names_made = (REFINED, REFINED_SOUND, REFINED_LATENTS)
-        if failure := await lane.vae.open_session(job.job_id, job.clip, str(job.directory), names_made):
-            output.stream_failed(failure)
+        await output.open((REFINED, REFINED_SOUND, REFINED_LATENTS))
         for index, chunk in enumerate(chunk_table(job.clip.num_frames)):
             await output.decode(index, await refined.chunk(chunk))
     await enter(job, lane, Phase.FINISH)
@@ -128,8 +126,9 @@ async def refine(
         *(warning for delivered in deliveries for warning in delivery_warnings(delivered)),
         *audio_warnings(measured.audio_health, "refined ", REFINED),
     ]:
-        job.emit(warning)
-    job.emit(report.audio)
+        job.warn(warning.reason, warning.message)
+    if not job.has_told("refined_audio"):
+        job.emit(report.audio)
     return refined
 
 

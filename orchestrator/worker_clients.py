@@ -54,6 +54,8 @@ class WorkerClient:
 
     def __init__(self, worker: Worker, address: str) -> None:
         self.worker = worker
+        self.is_lost = False
+        """Whether a call has broken: nobody is there any more, or nobody knows what the worker is in the middle of."""
         self._channel = connect(address)
         self._lifecycle: Any = workers_pb2_grpc.WorkerServiceStub(self._channel)
 
@@ -116,6 +118,7 @@ class WorkerClient:
             if type(error) in (NotReadyError, JobCancelledError):
                 # Callers learn who is gone, the log how it was reached: paths of the server are no caller's business.
                 log.warning("the %s worker is gone: %s", self.worker.value, error.message)
+                self.is_lost = True
                 error = WorkerLostError(f"the {self.worker.value} worker is gone")
             raise error from rpc_error
 
@@ -147,14 +150,20 @@ class DitClient(WorkerClient):
         self._stub: Any = workers_pb2_grpc.DitServiceStub(self._channel)
 
     async def open_session(
-        self, session_id: str, clip: ClipSpec, embedding: TensorParts, stills: Stills | None
+        self,
+        session_id: str,
+        clip: ClipSpec,
+        noise: Sequence[workers_pb2.NoiseSegment],
+        embedding: TensorParts,
+        stills: Stills | None,
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        """Draws the noise and puts the text into the KV cache, or through the refiner for a dense clip.
+        """Draws the noise and puts the text into the KV cache, or through the refiner for a dense clip; a session that
+        is open stays as it is.
 
-        stills: to make on the way; None: none.
+        noise: where its seeds are others than the clip's.  stills: to make on the way; None: none.
         """
         message = workers_pb2.DitServiceOpenSessionRequest
-        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip))
+        header = workers_pb2.DitSessionHeader(session_id=session_id, clip=clip_spec_to_proto(clip), noise=noise)
         if stills is not None:
             header.preview.CopyFrom(stills.spec)
             header.preview_map.CopyFrom(stills.preview_map)
@@ -208,6 +217,14 @@ class DitClient(WorkerClient):
         async for response in self._exchange(self._stub.RefineAudio(), requests()):
             yield getattr(response, response.WhichOneof("payload"))
 
+    async def restore_chunk(self, session_id: str, chunk_index: int, latents: TensorParts) -> None:
+        """Lets a chunk stand as if it had been sampled there. Needs no phase."""
+        message = workers_pb2.RestoreChunkRequest
+        header = workers_pb2.RestoreChunkHeader(session_id=session_id, chunk_index=chunk_index)
+        requests = [message(header=header), *(message(tensor=part) for part in latents)]
+        with self._errors():
+            await self._stub.RestoreChunk(iter(requests))
+
     async def commit_chunk(self, session_id: str, chunk_index: int) -> None:
         """Puts the chunk sampled last into the KV cache."""
         request = workers_pb2.CommitChunkRequest(session_id=session_id, chunk_index=chunk_index)
@@ -229,8 +246,8 @@ class VaeClient(WorkerClient):
 
     async def open_session(
         self, session_id: str, clip: ClipSpec, artifact_directory: str, artifacts: Sequence[str]
-    ) -> str:
-        """Starts a clip; returns why it will have no media stream, empty if it will.
+    ) -> workers_pb2.VaeServiceOpenSessionResponse:
+        """Starts a clip; a session that is open stays as it is.
 
         artifacts: names of those to write in the directory.
         """
@@ -242,7 +259,7 @@ class VaeClient(WorkerClient):
         )
         with self._errors():
             response: workers_pb2.VaeServiceOpenSessionResponse = await self._stub.OpenSession(request)
-        return response.stream_failure
+            return response
 
     async def decode_chunk(
         self, session_id: str, chunk_index: int, latents: TensorParts
