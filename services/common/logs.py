@@ -36,7 +36,7 @@ _RAY_PREFIX = re.compile(r"\([^()]*\bpid=\d+[^()]*\) ")
 def setup(log_format: str = "text", *, has_time: bool = True) -> None:
     """Makes this process write its log to standard error; a second call replaces what the first one did.
 
-    log_format: "text" or "json".  has_time: whether a line of text begins with the time; not needed where another process adds to it.
+    log_format: "text" or "json".  has_time: whether a line of text begins with the time; another process may add it.
     As JSON, what others print on standard error becomes records too: whoever reads finds JSON alone.
     """
     stream = sys.stderr.stream if isinstance(sys.stderr, _Records) else sys.stderr
