@@ -137,11 +137,11 @@ class Lane:
         client: WorkerClient
         match worker:
             case Worker.TEXT_ENCODER:
-                client = self.text_encoder = TextEncoderClient(address)
+                client = self.text_encoder = TextEncoderClient(address, self._host.token)
             case Worker.DIT:
-                client = self.dit = DitClient(address)
+                client = self.dit = DitClient(address, self._host.token)
             case Worker.VAE:
-                client = self.vae = VaeClient(address)
+                client = self.vae = VaeClient(address, self._host.token)
         self._clients[worker] = client
 
     async def _describe(self, client: WorkerClient) -> None:

@@ -10,11 +10,12 @@ import atexit
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -110,9 +111,11 @@ class RayLane:
         self._ledger = settings.data / f"residency.{index}.jsonl"
         self._starts = 0
         self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
-        self._pids: tuple[int, ...] = ()
+        self._actors: dict[Worker, Any] = {}
+        self._pids: dict[Worker, int] = {}
         """Of the workers, once they are up."""
+        self.token = secrets.token_hex(32)
+        """What callers of the workers prove themselves with."""
         self._ray_address = ""
         self._watching: asyncio.Task[None] | None = None
 
@@ -125,7 +128,7 @@ class RayLane:
         self._ray_address = ray.get_runtime_context().gcs_address
         if _is_gone(self._ray_address):
             raise StartupError(f"lane {self._index}: Ray has ended")
-        resource = "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
+        resource = self._resource()
         # One bundle with a whole GPU, shared by the three, pins them to the same one.
         self._group = placement_group([{resource: 1}])
         try:
@@ -133,32 +136,68 @@ class RayLane:
         except TimeoutError:
             raise StartupError(f"lane {self._index}: no free {resource} within {PLACEMENT_TIMEOUT_S:.0f} s") from None
         log.info("lane %d: loading the model", self._index)
+        addresses = await self._up({worker: self._begin(worker, resource) for worker in Worker})
+        self._watching = asyncio.create_task(self._end_with_ray(self._pids))
+        log.info("lane %d is up on one %s: %s", self._index, resource, ", ".join(addresses.values()))
+        return addresses
+
+    async def restart(self, worker: Worker) -> str:
+        """Ends what is left of one worker, by force, and starts it anew in its place; returns its address.
+
+        Raises StartupError as `start` does.
+        """
+        if self._group is None or _is_gone(self._ray_address):
+            raise StartupError(f"lane {self._index}: Ray has ended")
+        self._starts += 1
+        log.info("lane %d: starting the %s worker anew", self._index, worker.value)
+        pid = self._pids.pop(worker, None)
+        if pid is not None:
+            _kill([pid])  # one that is stopped would not hear what Ray tells it
+            await self._until_dead(pid)  # its memory on the device is free then, and its lock on the ledger
+        if (actor := self._actors.pop(worker, None)) is not None:
+            _finishes(lambda: ray.kill(actor), self._ray_address)
+        return (await self._up({worker: self._begin(worker, self._resource())}))[worker]
+
+    def _begin(self, worker: Worker, resource: str) -> Any:
+        """Makes a worker's actor and has its server started; returns Ray's reference to its address and process id."""
         share: dict[str, Any] = {"num_gpus": SHARE} if resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
-        actor_class = ray.remote(WorkerActor)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        started = []
-        for worker, config in self._configs().items():
-            actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy, **share).remote(
-                PACKAGES[worker], config
-            )
-            self._actors.append(actor)
-            started.append(actor.start.remote(self._address(worker)))
+        actor_class = ray.remote(WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **share)
+        # Known before it is up: who is cancelled in the middle of a start stops what there is.
+        self._actors[worker] = actor = actor_class.remote(PACKAGES[worker], self._configs()[worker])
+        return actor.start.remote(self._address(worker))
+
+    async def _up(self, begun: Mapping[Worker, Any]) -> dict[Worker, str]:
+        """The addresses of workers once they have started. Raises StartupError with a worker's own message."""
         try:
             # Not wait_for, which leaves the exception of a cancelled gather to nobody, who then logs it.
             async with asyncio.timeout(START_TIMEOUT_S):
-                addresses, self._pids = zip(*await asyncio.gather(*started), strict=True)
+                started = await asyncio.gather(*begun.values())
         except ray.exceptions.RayError as error:
             raise StartupError(f"lane {self._index}: {_cause(error)}") from error
         except TimeoutError:
             raise StartupError(f"lane {self._index}: not started within {START_TIMEOUT_S:.0f} s") from None
-        self._watching = asyncio.create_task(self._end_with_ray(self._pids))
-        log.info("lane %d is up on one %s: %s", self._index, resource, ", ".join(addresses))
-        return dict(zip(self._configs(), addresses, strict=True))
+        addresses = {}
+        for worker, (addresses[worker], pid) in zip(begun, started, strict=True):
+            self._pids[worker] = pid
+        return addresses
+
+    async def _until_dead(self, pid: int) -> None:
+        """Returns once a process has been taken away. Raises StartupError if it stays."""
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                while _exists(pid):
+                    await asyncio.sleep(LOOK_S / 10)
+        except TimeoutError:
+            raise StartupError(f"lane {self._index}: process {pid} cannot be ended") from None
+
+    def _resource(self) -> str:
+        return "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
 
     async def stop(self) -> None:
         """Ends the actors, by force if they do not end by themselves, and gives the GPU back."""
-        actors, self._actors = self._actors, []
-        pids, self._pids = self._pids, ()
+        actors, self._actors = list(self._actors.values()), {}
+        pids, self._pids = self._pids, {}
         group, self._group = self._group, None
         if self._watching is not None:  # one that is still reading its weights answers only when it has them
             watching, self._watching = self._watching, None
@@ -174,13 +213,13 @@ class RayLane:
                 remove_placement_group(group)
 
         if not _finishes(kill, self._ray_address):
-            _kill(pids)
+            _kill(pids.values())
 
-    async def _end_with_ray(self, pids: Sequence[int]) -> None:
+    async def _end_with_ray(self, pids: Mapping[Worker, int]) -> None:
         """Ends the workers once Ray has ended: those that it leaves may take calls that they will never answer."""
         await _until_gone(self._ray_address)
         log.warning("lane %d: Ray has ended, and its workers with it", self._index)
-        _kill(pids)
+        _kill(pids.values())
 
     def _configs(self) -> dict[Worker, WorkerConfig]:
         settings = self._settings
@@ -190,6 +229,7 @@ class RayLane:
             # Ray sets OMP_NUM_THREADS=1 for actors that ask for no CPU; the workers take turns, so each gets all.
             "threads": settings.threads or os.cpu_count() or 1,
             "ledger": self._ledger,
+            "token": self.token,
         }
         return {
             Worker.TEXT_ENCODER: TextEncoderConfig(
@@ -210,6 +250,7 @@ class RayLane:
                 audio_vae=settings.audio_vae,
                 video_bit_rate=settings.video_bit_rate,
                 preview_map_cache=settings.data / "preview_maps",
+                artifact_root=settings.data / "jobs",
                 **common,
             ),
         }
@@ -232,6 +273,14 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _is_gone(address: str) -> bool:

@@ -52,11 +52,12 @@ class Stills:
 class WorkerClient:
     """What every worker offers: what it is, and its hold on the device."""
 
-    def __init__(self, worker: Worker, address: str) -> None:
+    def __init__(self, worker: Worker, address: str, token: str) -> None:
+        """token: what the worker asks of its callers; empty: nothing."""
         self.worker = worker
         self.is_lost = False
         """Whether a call has broken: nobody is there any more, or nobody knows what the worker is in the middle of."""
-        self._channel = connect(address)
+        self._channel = connect(address, token)
         self._lifecycle: Any = workers_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def describe(self) -> workers_pb2.DescribeResponse:
@@ -126,8 +127,8 @@ class WorkerClient:
 class TextEncoderClient(WorkerClient):
     """Prompt to hidden states."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(Worker.TEXT_ENCODER, address)
+    def __init__(self, address: str, token: str = "") -> None:
+        super().__init__(Worker.TEXT_ENCODER, address, token)
         self._stub: Any = workers_pb2_grpc.TextEncoderServiceStub(self._channel)
 
     async def lookup(self, prompt: str) -> TensorParts | None:
@@ -145,8 +146,8 @@ class TextEncoderClient(WorkerClient):
 class DitClient(WorkerClient):
     """Sampling: the streaming rollout and the dense sampler."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(Worker.DIT, address)
+    def __init__(self, address: str, token: str = "") -> None:
+        super().__init__(Worker.DIT, address, token)
         self._stub: Any = workers_pb2_grpc.DitServiceStub(self._channel)
 
     async def open_session(
@@ -240,8 +241,8 @@ class DitClient(WorkerClient):
 class VaeClient(WorkerClient):
     """Latents to media."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(Worker.VAE, address)
+    def __init__(self, address: str, token: str = "") -> None:
+        super().__init__(Worker.VAE, address, token)
         self._stub: Any = workers_pb2_grpc.VaeServiceStub(self._channel)
 
     async def open_session(
