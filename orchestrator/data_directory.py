@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from h3stream.errors import ConfigError
+from orchestrator.job_files import fsync_directory
+from orchestrator.journal import JOURNAL_NAME
 from orchestrator.leftovers import ProcessIdentity, end_users_of
 from services.common.files import remove, write_whole
 
@@ -27,7 +29,7 @@ LOCK_NAME = "lock"
 RUNTIME_NAME = "runtime.json"
 """File that tells of the running server and of its directory for sockets and Ray's files."""
 RUNTIME_PREFIX = "h3stream-"
-JOURNAL_FILES = ("journal.db", "journal.db-wal", "journal.db-shm")
+JOURNAL_FILES = tuple(f"{JOURNAL_NAME}{suffix}" for suffix in ("", "-wal", "-shm"))
 
 
 class DataDirectory:
@@ -46,7 +48,7 @@ class DataDirectory:
         if self.version != VERSION:
             try:
                 write_whole(self.path / VERSION_NAME, f"{VERSION}\n".encode())
-                _fsync(self.path)
+                fsync_directory(self.path)
             except OSError as error:
                 raise _not_writable(self.path, error) from error
             self.version = VERSION
@@ -156,14 +158,6 @@ def _clear_up(path: Path) -> None:
         shutil.rmtree(runtime, ignore_errors=True)
         log.warning("%s of the server before this one has %sbeen removed", runtime, "not " * runtime.exists())
     remove(note)
-
-
-def _fsync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _not_writable(path: Path, error: OSError) -> ConfigError:
