@@ -9,6 +9,7 @@ MAX_PROMPT_BYTES = 16_384
 """Longest prompt in UTF-8. It bounds the text rows too: a byte-level tokenizer makes no more tokens than there are
 bytes once the text is in Unicode's NFC form, which is at most three times as long.
 """
+MAX_PROMPT_TOKENS = 3 * MAX_PROMPT_BYTES
 
 ALLOWED_SPECIAL_TOKENS = (
     "<d>",

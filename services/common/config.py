@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from core.request import ADAPTER_NAME, MAX_STRENGTH
 from h3stream.errors import ConfigError
 from services.checkpoints.components import Part, part_path
+from services.common.token import check_token
 
 _ADAPTER_RULE = "an adapter is given as PATH, NAME=PATH, PATH:STRENGTH or NAME=PATH:STRENGTH"
 
@@ -83,12 +84,15 @@ class WorkerConfig:
     ledger: Path | None = None
     """File in which the workers of a lane record what is on the device; it also carries the lock that keeps two of them
     from holding it at once. Without it this worker has the device to itself."""
+    token: str = field(default="", repr=False)
+    """What callers must send; empty: anybody may call who reaches the worker."""
 
     def __post_init__(self) -> None:
         if self.model_directory is not None and not self.model_directory.is_dir():
             raise ConfigError(f"model directory {self.model_directory} does not exist")
         if self.threads < 0:
             raise ConfigError(f"threads is {self.threads}; it must be 0 (one per core) or more")
+        check_token(self.token)
 
     def _require(self, part: Part) -> None:
         """Raises ConfigError unless a part has a path of its own that exists, or is in the model directory."""

@@ -16,7 +16,7 @@ def part_path(path: Path) -> Path:
 
 
 def publish(path: Path) -> tuple[int, str]:
-    """Gives the file at `part_path(path)` its name, with everything behind it.
+    """Gives the file at `part_path(path)` its name, with everything behind it: no power failure takes either back.
 
     Returns its bytes and their SHA-256 in hexadecimal. Raises OSError.
     """
@@ -26,7 +26,17 @@ def publish(path: Path) -> tuple[int, str]:
         num_bytes = os.fstat(file.fileno()).st_size
         os.fsync(file.fileno())
     os.replace(part, path)
+    fsync_directory(path.parent)
     return num_bytes, digest.hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Puts the names in a directory on the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_whole(path: Path, data: bytes) -> tuple[int, str]:

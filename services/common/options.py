@@ -1,6 +1,8 @@
 """The settings of a process as command-line flags, and texts as their values.
 
-What a setting means is told once, below its field, and read from there for `--help`.
+What a setting means is told once, below its field, and read from there for `--help`. A field that is no part of its
+dataclass's repr is a secret: it has no flag, since every user of a machine can read command lines, and no log is told
+of it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ADAPTERS = "tuple[AdapterSource, ...]"
 def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
     """Adds a flag for each field of a settings dataclass, under whose name its text is parsed; None if it is absent."""
     texts = option_help(settings)
-    for field in dataclasses.fields(settings):
+    for field in _told_fields(settings):
         flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
         options: dict[str, Any] = {"dest": field.name, "help": texts.get(field.name)}
         if field.type == "bool":
@@ -52,7 +54,7 @@ def parse_values(settings: type[Any], values: Mapping[str, Any]) -> dict[str, An
 
 def texts_of(settings: Any) -> dict[str, str]:
     """The values of a settings dataclass by name, as their flags take them; those that are not set are left out."""
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    values = {field.name: getattr(settings, field.name) for field in _told_fields(settings)}
     return {name: _text(value) for name, value in values.items() if value is not None and value != ()}
 
 
@@ -69,9 +71,13 @@ def option_help(settings: type[Any]) -> dict[str, str]:
     docs = {name: text for cls in reversed(settings.__mro__) for name, text in _field_docs(cls).items()}
     return {
         field.name: _with_default(docs[field.name], field.default).replace("%", "%%")  # argparse formats with %
-        for field in dataclasses.fields(settings)
+        for field in _told_fields(settings)
         if field.name in docs
     }
+
+
+def _told_fields(settings: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(settings) if field.repr]
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import sys
 
@@ -19,7 +20,8 @@ from h3stream.v1 import workers_pb2_grpc
 from services.common.config import WorkerConfig
 from services.common.listen import check_tcp_address
 from services.common.options import add_flags, parse_values, told
-from services.common.rpc import RpcServer
+from services.common.rpc import RpcServer, TokenInterceptor
+from services.common.token import TOKEN_VARIABLE
 from services.common.worker import ServedWorker, WorkerServicer
 
 _WORKER_SERVICE = "h3stream.v1.WorkerService"
@@ -37,7 +39,9 @@ class WorkerProcess:
             torch.set_num_threads(config.threads)
         torch.set_grad_enabled(False)
         self._served: ServedWorker = importlib.import_module(f"{package}.servicer").build(config)
-        self._server = RpcServer((_WORKER_SERVICE, self._served.service_name))
+        self._server = RpcServer(
+            (_WORKER_SERVICE, self._served.service_name), [TokenInterceptor(config.token)] if config.token else []
+        )
 
     async def start(self, address: str) -> str:
         """Serves on "HOST:PORT" or "unix:PATH"; returns the address to dial."""
@@ -58,23 +62,28 @@ class WorkerProcess:
 
 
 def main(package: str, config_class: type[WorkerConfig]) -> None:
-    """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT."""
+    """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT.
+
+    What callers must send it finds in the environment.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
     parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="Allow listening beyond loopback although callers are not authenticated.",
+        help="Allow listening beyond loopback although callers are not authenticated. They are where the environment "
+        f"has {TOKEN_VARIABLE}, which they must then send.",
     )
     add_flags(parser, config_class)
     arguments = vars(parser.parse_args())
     listen, insecure = arguments.pop("listen"), arguments.pop("insecure")
     given = {name: value for name, value in arguments.items() if value is not None}
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token = os.environ.pop(TOKEN_VARIABLE, "")  # no process that this one starts needs it
     try:
         if not listen.startswith("unix:"):
-            check_tcp_address(listen, insecure=insecure)
-        asyncio.run(_serve(package, config_class(**parse_values(config_class, given)), listen))
+            check_tcp_address(listen, insecure=insecure or bool(token))
+        asyncio.run(_serve(package, config_class(**parse_values(config_class, given), token=token), listen))
     except StartupError as error:
         sys.exit(f"{package}: {error}")
 

@@ -1,5 +1,7 @@
 """The gRPC server that every process of h3stream runs: limits, keepalive, health, reflection, one place for errors.
 
+What it listens on is open to nobody but its own user, where it is a socket of the file system.
+
 Imports neither torch nor a model, so the orchestrator uses it too.
 """
 
@@ -7,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -18,8 +21,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from h3stream.channel import MAX_MESSAGE_BYTES
-from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError
+from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError, UnauthenticatedError
 from h3stream.status import DETAILS_KEY, to_status
+from services.common.token import TokenChannel, carries
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +117,31 @@ class ErrorInterceptor(aio.ServerInterceptor):
         )
 
 
+class TokenInterceptor(aio.ServerInterceptor):
+    """Lets nobody call without the token, except to ask for the health."""
+
+    def __init__(self, token: str) -> None:
+        """token: what callers must send."""
+        self._token = token
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The method's own handler, or one that refuses the call before anything of it is read."""
+        method = handler_call_details.method
+        if method.startswith(f"/{health.SERVICE_NAME}/") or carries(
+            handler_call_details.invocation_metadata, self._token
+        ):
+            return await continuation(handler_call_details)
+
+        async def refuse(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+            await _abort(context, method, UnauthenticatedError("this server answers the processes of its own alone"))
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
     if isinstance(error, aio.AbortError):
         raise error
@@ -133,9 +162,9 @@ async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exc
 class RpcEndpoint:
     """A grpc.aio server with reflection, listening on one address."""
 
-    def __init__(self, service_names: tuple[str, ...]) -> None:
-        """service_names: what reflection tells of, beside itself."""
-        self.server = aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    def __init__(self, service_names: tuple[str, ...], interceptors: Sequence[aio.ServerInterceptor] = ()) -> None:
+        """service_names: what reflection tells of, beside itself.  interceptors: what a call meets first."""
+        self.server = aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=SERVER_OPTIONS)
         reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), self.server)
 
     async def start(self, address: str) -> str:
@@ -144,7 +173,8 @@ class RpcEndpoint:
         Raises StartupError if the address cannot be bound.
         """
         try:
-            port = self.server.add_insecure_port(address)
+            with _private_files():
+                port = self.server.add_insecure_port(address)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address}: {error}") from error
         await self.server.start()
@@ -162,8 +192,8 @@ class RpcEndpoint:
 class RpcServer(RpcEndpoint):
     """One that also answers for its own health."""
 
-    def __init__(self, service_names: tuple[str, ...]) -> None:
-        super().__init__((*service_names, health.SERVICE_NAME))
+    def __init__(self, service_names: tuple[str, ...], interceptors: Sequence[aio.ServerInterceptor] = ()) -> None:
+        super().__init__((*service_names, health.SERVICE_NAME), interceptors)
         self.health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
@@ -191,9 +221,10 @@ class RpcServer(RpcEndpoint):
         await super().stop(grace_s)
 
 
-def connect(address: str) -> aio.Channel:
+def connect(address: str, token: str = "") -> aio.Channel:
     """A channel to another process of h3stream.
 
+    token: what it asks of its callers; empty: nothing.
     Calls to one that is frozen or cut off fail with UNAVAILABLE after half a minute.
     """
     keepalive = [
@@ -202,4 +233,15 @@ def connect(address: str) -> aio.Channel:
         ("grpc.http2.ping_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-    return aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *keepalive])
+    channel = aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *keepalive])
+    return TokenChannel(channel, token) if token else channel
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """What is made meanwhile is for this user alone: a socket that is closed to others later was open until then."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)

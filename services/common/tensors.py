@@ -24,8 +24,10 @@ _TO_WIRE = {
 }
 _FROM_WIRE = {int(v): k for k, v in _TO_WIRE.items()}
 
-ExpectedShape = tuple[int | None, ...]
-"""A shape in which None stands for any size from 1."""
+ExpectedShape = tuple[int | range | None, ...]
+"""A shape in which a range stands for the sizes in it and None for any size from 1."""
+ExpectedTensor = tuple[tuple[torch.dtype, ...], ExpectedShape]
+"""The dtypes that a tensor may have, and its shape."""
 
 
 def to_parts(name: str, tensor: torch.Tensor) -> Iterator[types_pb2.TensorPart]:
@@ -58,13 +60,18 @@ class TensorAssembler:
 
     def __init__(
         self,
-        expected: Mapping[str, tuple[tuple[torch.dtype, ...], ExpectedShape]],
+        expected: Mapping[str, ExpectedTensor],
         optional: Collection[str] = (),
     ) -> None:
-        """expected: for each name the dtypes allowed and the shape.  optional: names of those that may be missing."""
+        """expected: what each must be, by name.  optional: names of those that may be missing."""
         self._expected = expected
         self._optional = optional
         self._incoming: dict[str, _Incoming] = {}
+
+    @classmethod
+    def of_floats(cls, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> TensorAssembler:
+        """Collects float32 tensors of these shapes."""
+        return cls({name: ((torch.float32,), shape) for name, shape in shapes.items()}, optional)
 
     def add(self, part: types_pb2.TensorPart) -> None:
         """Takes one part. Raises InvalidRequestError for anything but the next part of an expected tensor."""
@@ -73,6 +80,8 @@ class TensorAssembler:
             incoming = self._incoming[part.name] = self._announced(part)
         elif part.shape or part.data_type:
             raise InvalidRequestError(f"tensor {part.name!r}: a later part states its type or shape again")
+        if not part.data:
+            raise InvalidRequestError(f"tensor {part.name!r}: a part holds no bytes")
         start = len(incoming.data)
         if part.offset_bytes != start or start + len(part.data) > incoming.num_bytes:
             raise InvalidRequestError(
@@ -103,11 +112,23 @@ class TensorAssembler:
         dtype = _FROM_WIRE.get(part.data_type)
         shape = tuple(part.shape)
         fits = len(shape) == len(expected_shape) and all(
-            size >= 1 and (want is None or size == want) for size, want in zip(shape, expected_shape, strict=True)
+            _fits(size, wanted) for size, wanted in zip(shape, expected_shape, strict=True)
         )
         if dtype is None or dtype not in dtypes or not fits:
             raise InvalidRequestError(
                 f"tensor {part.name!r} is {dtype} {list(shape)}, expected {' or '.join(map(str, dtypes))} "
-                f"{['any' if n is None else n for n in expected_shape]}"
+                f"[{', '.join(map(_told, expected_shape))}]"
             )
         return _Incoming(dtype, shape, bytearray())
+
+
+def _fits(size: int, wanted: int | range | None) -> bool:
+    if isinstance(wanted, range):
+        return size in wanted
+    return size >= 1 and wanted in (None, size)
+
+
+def _told(wanted: int | range | None) -> str:
+    if isinstance(wanted, range):
+        return f"{wanted.start} to {wanted.stop - 1}"
+    return "any" if wanted is None else str(wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import torch
 from grpc import aio
 
 from h3stream.codec import (
@@ -15,8 +14,8 @@ from h3stream.codec import (
     refine_spec_from_proto,
     refine_spec_to_proto,
 )
-from h3stream.errors import InvalidRequestError
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.incoming import receive_header, receive_tensors
 from services.common.preview_map import PreviewMap
 from services.common.tensors import TensorAssembler, to_parts
 from services.common.verbs import Cancelled, VerbRunner
@@ -26,7 +25,7 @@ from services.dit.noise import NoiseSegment
 from services.dit.preview import MEDIA_TYPE, Still
 from services.dit.refine.plan import RefinePlan
 from services.dit.refine.refiner import Branch, StepReport
-from services.dit.refine.request import FIELD, refine_tensors
+from services.dit.refine.request import FIELD, refine_tensors, text_tensors
 from services.dit.refine.verb import Refined, RefineListener
 from services.dit.rows import ChunkLatents
 from services.dit.worker import DitWorker
@@ -62,14 +61,10 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
     async def OpenSession(
         self, request_iterator: AsyncIterator[workers_pb2.DitServiceOpenSessionRequest], context: Any
     ) -> workers_pb2.DitServiceOpenSessionResponse:
-        header = await _header("OpenSession", request_iterator)
-        tensors = TensorAssembler(
-            {
-                "context": ((torch.float32, torch.bfloat16), (None, self._worker.text_dim)),
-                "token_tags": ((torch.int64,), (None,)),
-            }
+        header = await receive_header("OpenSession", request_iterator)
+        text = await receive_tensors(
+            "OpenSession", request_iterator, TensorAssembler(text_tensors(self._worker.text_dim))
         )
-        text = await _tensors("OpenSession", request_iterator, tensors)
         spec = preview_spec_from_proto(header.preview) if header.HasField("preview") else None
         preview_map = PreviewMap.from_proto(header.preview_map) if header.HasField("preview_map") else None
         session_id, clip = header.session_id, clip_spec_from_proto(header.clip)
@@ -110,11 +105,10 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
     async def RestoreChunk(
         self, request_iterator: AsyncIterator[workers_pb2.RestoreChunkRequest], context: Any
     ) -> workers_pb2.RestoreChunkResponse:
-        header = await _header("RestoreChunk", request_iterator)
+        header = await receive_header("RestoreChunk", request_iterator)
         session_id, index = header.session_id, header.chunk_index
         shapes = self._worker.latent_shapes(session_id, index)
-        expected = TensorAssembler({name: ((torch.float32,), shape) for name, shape in shapes.items()})
-        tensors = await _tensors("RestoreChunk", request_iterator, expected)
+        tensors = await receive_tensors("RestoreChunk", request_iterator, TensorAssembler.of_floats(shapes))
         latents = ChunkLatents(tensors["video"], tensors["audio"])
         await self._runner.run(lambda _: self._worker.restore_chunk(session_id, index, latents))
         return workers_pb2.RestoreChunkResponse()
@@ -149,10 +143,12 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
     async def RefineAudio(
         self, request_iterator: AsyncIterator[workers_pb2.DitServiceRefineAudioRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DitServiceRefineAudioResponse]:
-        header = await _header("RefineAudio", request_iterator)
+        header = await receive_header("RefineAudio", request_iterator)
         clip, spec = clip_spec_from_proto(header.clip), refine_spec_from_proto(header.spec, FIELD)
         spec = self._worker.filled_refinement(clip, spec)  # before anything is taken in
-        tensors = await _tensors("RefineAudio", request_iterator, refine_tensors(clip, spec, self._worker.text_dim))
+        tensors = await receive_tensors(
+            "RefineAudio", request_iterator, refine_tensors(clip, spec, self._worker.text_dim)
+        )
         branches = [
             Branch(tensors[f"{prefix}context"], tensors[f"{prefix}token_tags"])
             for prefix in ("", "negative_")
@@ -193,24 +189,6 @@ class DitServicer(workers_pb2_grpc.DitServiceServicer):
             num_clean_forwards=stats.num_clean_forwards,
             peak_kv_bytes=stats.kv.peak_kv_bytes if stats.kv else 0,
         )
-
-
-async def _header(call: str, requests: AsyncIterator[Any]) -> Any:
-    """The header that a call's stream begins with."""
-    async for message in requests:
-        if message.WhichOneof("payload") != "header":
-            raise InvalidRequestError(f"{call} takes one header, first, and then only tensors")
-        return message.header
-    raise InvalidRequestError(f"{call} takes one header, first; the stream was empty")
-
-
-async def _tensors(call: str, requests: AsyncIterator[Any], tensors: TensorAssembler) -> dict[str, torch.Tensor]:
-    """The tensors that the rest of its stream holds, by name."""
-    async for message in requests:
-        if message.WhichOneof("payload") == "header":
-            raise InvalidRequestError(f"{call} takes one header, first, and then only tensors")
-        tensors.add(message.tensor)
-    return tensors.finish()
 
 
 def _started(plan: RefinePlan) -> types_pb2.RefineStarted:

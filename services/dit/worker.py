@@ -26,6 +26,7 @@ from services.common.parts import weight_digests
 from services.common.preview_map import PreviewMap
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
+from services.common.sessions import check_new_session
 from services.common.verbs import Cancelled, poll
 from services.dit.adaln import NUM_TAGS
 from services.dit.adapters import AdapterMix, fit_adapters, load_adapters
@@ -119,8 +120,7 @@ class DitWorker:
         noise = tuple(noise) or (NoiseSegment(0, clip.seed),)
         opened = self._sessions.get(session_id)
         if opened is None:
-            if not session_id:
-                raise InvalidRequestError("session_id is empty")
+            check_new_session(session_id, self._sessions)
             refuse(clip_violations(clip))
             _check_noise(clip, noise)
             _check_text(context, token_tags)
@@ -192,9 +192,11 @@ class DitWorker:
         Raises InvalidRequestError for what is not finite or not the latents that the chunk stands with already,
         UnsupportedError out of order.
         """
-        rollout = self._rollout(session_id)
+        found = {"video": tuple(latents.video.shape), "audio": tuple(latents.audio.shape)}
+        if found != (expected := self.latent_shapes(session_id, index)):
+            raise InvalidRequestError(f"the latents of chunk {index} have shapes {found}, expected {expected}")
         check_finite(video=latents.video, audio=latents.audio)
-        rollout.restore(index, latents)
+        self._rollout(session_id).restore(index, latents)
 
     def sample_dense(
         self,

@@ -27,9 +27,10 @@ class VaeConfig(WorkerConfig):
     """File or folder of the video VAE in any published layout, in place of the model directory's."""
     audio_vae: Path | None = None
     """File or folder of the audio VAE in any published layout, in place of the model directory's."""
-
     preview_map_cache: Path | None = None
     """Directory that keeps the map which stills are made with, for the next start; made if need be."""
+    artifact_root: Path | None = None
+    """Folder below which callers may have artifacts written and read; without it, wherever this process may itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

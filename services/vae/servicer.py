@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import ConfigError, InvalidRequestError, MuxError
+from h3stream.errors import ConfigError, MuxError
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.incoming import receive_header, receive_tensors
 from services.common.tensors import TensorAssembler
 from services.common.verbs import Cancelled, VerbRunner
 from services.common.worker import ServedWorker
@@ -43,19 +42,20 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
         clip = clip_spec_from_proto(request.clip)
         directory = _path(request.artifact_directory)
         names = tuple(request.artifacts)
-        failure = await self._runner.run(
-            lambda _: self._worker.open_session(request.session_id, clip, directory, names)
-        )
-        return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure)
+
+        def verb(cancelled: Cancelled) -> workers_pb2.VaeServiceOpenSessionResponse:
+            failure = self._worker.open_session(request.session_id, clip, directory, names)
+            num_decoded = self._worker.num_decoded_chunks(request.session_id)
+            return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure, num_decoded_chunks=num_decoded)
+
+        return await self._runner.run(verb)
 
     async def DecodeChunk(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeChunkRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DecodeChunkResponse]:
-        def expected(header: workers_pb2.DecodeChunkHeader) -> TensorAssembler:
-            video_shape, audio_shape = self._worker.latent_shapes(header.session_id, header.chunk_index)
-            return TensorAssembler({"video": ((torch.float32,), video_shape), "audio": ((torch.float32,), audio_shape)})
-
-        header, latents = await _receive("DecodeChunk", request_iterator, expected)
+        header = await receive_header("DecodeChunk", request_iterator)
+        shapes = self._worker.latent_shapes(header.session_id, header.chunk_index)
+        latents = await receive_tensors("DecodeChunk", request_iterator, TensorAssembler.of_floats(shapes))
 
         def decode(emit: Callable[[Media], None], cancelled: Cancelled) -> None:
             video, audio = latents["video"], latents["audio"]
@@ -67,14 +67,13 @@ class VaeServicer(workers_pb2_grpc.VaeServiceServicer):
     async def DecodeAudio(
         self, request_iterator: AsyncIterator[workers_pb2.DecodeAudioRequest], context: Any
     ) -> AsyncIterator[workers_pb2.DecodeAudioResponse]:
-        def expected(header: workers_pb2.DecodeAudioHeader) -> TensorAssembler:
-            shape = sound_shape(clip_spec_from_proto(header.clip))
-            names = "audio", "audio_before", "exact_audio"
-            return TensorAssembler(dict.fromkeys(names, ((torch.float32,), shape)), optional=("exact_audio",))
-
-        header, latents = await _receive("DecodeAudio", request_iterator, expected)
+        header = await receive_header("DecodeAudio", request_iterator)
+        clip = clip_spec_from_proto(header.clip)
+        shapes = dict.fromkeys(("audio", "audio_before", "exact_audio"), sound_shape(clip))
+        expected = TensorAssembler.of_floats(shapes, optional=("exact_audio",))
+        latents = await receive_tensors("DecodeAudio", request_iterator, expected)
         order = RefinedSound(
-            clip=clip_spec_from_proto(header.clip),
+            clip=clip,
             artifact_directory=_path(header.artifact_directory),
             artifacts=frozenset(header.artifacts),
             video_file=_path(header.video_file),
@@ -137,30 +136,6 @@ def _try_encoders(config: VaeConfig) -> None:
         log.warning("clips have no media stream here, only their lossless artifacts: %s", error)
     else:
         log.info("pictures are encoded by %s", name)
-
-
-async def _receive(
-    call: str, request_iterator: AsyncIterator[Any], expected: Callable[[Any], TensorAssembler]
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Header and tensors of a call whose first message is a header and whose others are tensor parts.
-
-    expected: what the tensors must be, by the header.
-    """
-    header: Any = None
-    assembler: TensorAssembler | None = None
-    async for request in request_iterator:
-        if assembler is None:
-            if request.WhichOneof("payload") != "header":
-                raise InvalidRequestError(f"the first message of {call} must be a header")
-            header = request.header
-            assembler = expected(header)
-        elif request.WhichOneof("payload") == "tensor":
-            assembler.add(request.tensor)
-        else:
-            raise InvalidRequestError(f"every message of {call} but the first must be a tensor part")
-    if assembler is None:
-        raise InvalidRequestError(f"{call} needs a header and the parts of its tensors")
-    return header, assembler.finish()
 
 
 def _path(path: str) -> Path | None:

@@ -12,10 +12,9 @@ from core.artifacts import REFINED, REFINED_ARTIFACTS, REFINED_LATENTS, WORKER_A
 from core.geometry import (
     AUDIO_CHANNELS,
     AUDIO_LATENT_CHANNELS,
-    VIDEO_LATENT_CHANNELS,
     Chunk,
+    chunk_latent_shapes,
     chunk_table,
-    latent_size,
     num_audio_latents,
 )
 from core.request import clip_violations
@@ -24,6 +23,7 @@ from h3stream.request import ClipSpec
 from services.common.ledger import ResidencyLedger
 from services.common.refusal import refuse
 from services.common.residency import DeviceWeights, resolve_device
+from services.common.sessions import check_new_session
 from services.common.verbs import Cancelled, VerbCancelled
 from services.vae.artifacts.artifact_set import ArtifactFailure
 from services.vae.artifacts.base import ArtifactFile
@@ -129,7 +129,8 @@ class VaeWorker:
         artifact_directory: Path | None,
         artifacts: Collection[str] = tuple(WORKER_ARTIFACTS),
     ) -> str:
-        """Starts a clip; needs no phase. Opening it again with the same arguments changes nothing.
+        """Starts a clip; needs no phase. Opening it again with the same arguments changes nothing, unless a call ended
+        half-way through a chunk of it: then it starts anew.
 
         Returns why there will be no media stream; empty if there will be.
 
@@ -139,14 +140,17 @@ class VaeWorker:
         cannot be opened are told by `finish`.
         """
         session = self._sessions.get(session_id)
+        if session is not None and session.is_broken:
+            self.close_session(session_id)
+            session = None
         if session is not None:
             asked = clip, artifact_directory, frozenset(artifacts)
             if (session.clip, session.artifact_directory, session.artifacts) != asked:
                 raise InvalidRequestError(f"session {session_id!r} is open with another clip, directory or artifacts")
             return session.opening_failure
-        if not session_id:
-            raise InvalidRequestError("session_id is empty")
+        check_new_session(session_id, self._sessions)
         refuse(clip_violations(clip))
+        self._check_place("artifact_directory", artifact_directory)
         decoder = ClipDecoder(
             self._models,
             self.weights.device,
@@ -166,8 +170,12 @@ class VaeWorker:
         )
         return decoder.stream_failure
 
-    def latent_shapes(self, session_id: str, chunk_index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a chunk's video `[1, 24, t, H, W]` and audio `[1, 32, 2, a]` latents.
+    def num_decoded_chunks(self, session_id: str) -> int:
+        """Chunks of a session that are decoded. Raises UnsupportedError for an unknown one."""
+        return self._session(session_id).num_decoded
+
+    def latent_shapes(self, session_id: str, chunk_index: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a chunk's "video" `[1, 24, t, H, W]` and "audio" `[1, 32, 2, a]` latents.
 
         Raises UnsupportedError for an unknown session, InvalidRequestError for a chunk that the clip does not have.
         """
@@ -176,12 +184,7 @@ class VaeWorker:
             raise InvalidRequestError(
                 f"chunk_index is {chunk_index}; the clip has chunks 0 to {len(session.chunks) - 1}"
             )
-        chunk = session.chunks[chunk_index]
-        height, width = latent_size(session.clip.height), latent_size(session.clip.width)
-        return (
-            (1, VIDEO_LATENT_CHANNELS, chunk.num_video_latents, height, width),
-            (1, AUDIO_LATENT_CHANNELS, AUDIO_CHANNELS, chunk.num_audio_latents),
-        )
+        return chunk_latent_shapes(session.chunks[chunk_index], session.clip.width, session.clip.height)
 
     def decode_chunk(
         self,
@@ -199,7 +202,7 @@ class VaeWorker:
         or a cancellation half-way, the session is of no more use.
         """
         session = self._session(session_id)
-        found = tuple(video.shape), tuple(audio.shape)
+        found = {"video": tuple(video.shape), "audio": tuple(audio.shape)}
         expected = self.latent_shapes(session_id, chunk_index)
         if found != expected:
             raise InvalidRequestError(f"the latents of chunk {chunk_index} have shapes {found}, expected {expected}")
@@ -272,6 +275,8 @@ class VaeWorker:
         `RefinedDecoder.decode` raises; then no artifact of this call remains.
         """
         _check_order(order)
+        for name in ("artifact_directory", "video_file", "latents_file"):
+            self._check_place(name, getattr(order, name))
         self.weights.require()
         decoder = RefinedDecoder(self._models, self.weights.device, order)
         try:
@@ -280,6 +285,24 @@ class VaeWorker:
             return decoder.decode(lambda fragment: emit(ChunkFragment(-1, fragment)), cancelled)
         finally:
             decoder.close()
+
+    def _check_place(self, name: str, path: Path | None) -> None:
+        """Raises InvalidRequestError for a path that is none, or leads out of where artifacts may lie.
+
+        It tells nothing of what is there: a caller must not learn that, nor how the path goes on behind a link.
+        """
+        if path is None:
+            return
+        if "\0" in str(path):
+            raise InvalidRequestError(f"{name} holds a NUL, which no path does")
+        if (root := self._config.artifact_root) is None:
+            return
+        try:
+            is_below = path.resolve().is_relative_to(root.resolve())
+        except (OSError, RuntimeError):  # too long, or a circle of links
+            is_below = False
+        if not is_below:
+            raise InvalidRequestError(f"{name} lies outside of the folder that this worker may read and write")
 
     def _session(self, session_id: str) -> VaeSession:
         try:

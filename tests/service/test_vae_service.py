@@ -104,11 +104,15 @@ async def test_the_worker_says_what_it_is(channel: aio.Channel) -> None:
 @pytest.mark.parametrize(
     ("messages", "code", "words"),
     [
-        ([], grpc.StatusCode.INVALID_ARGUMENT, "needs a header"),
-        (list(requests(0))[1:], grpc.StatusCode.INVALID_ARGUMENT, "must be a header"),
+        ([], grpc.StatusCode.INVALID_ARGUMENT, "one header, first; the stream was empty"),
+        (list(requests(0))[1:], grpc.StatusCode.INVALID_ARGUMENT, "one header, first"),
         (list(requests(0))[:2], grpc.StatusCode.INVALID_ARGUMENT, "tensor 'audio' is missing"),
         ([*list(requests(0))[:1], *list(requests(2))[1:]], grpc.StatusCode.INVALID_ARGUMENT, "expected torch.float32"),
-        ([*list(requests(0))[:1], *list(requests(0))], grpc.StatusCode.INVALID_ARGUMENT, "must be a tensor part"),
+        (
+            [*list(requests(0))[:1], *list(requests(0))],
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "and then only tensors",
+        ),
         (list(requests(1)), grpc.StatusCode.FAILED_PRECONDITION, "out of order"),
         (list(requests(0)), grpc.StatusCode.FAILED_PRECONDITION, "enter the phase first"),
         (list(requests(0, "other")), grpc.StatusCode.FAILED_PRECONDITION, "session 'other' is not open"),
@@ -212,9 +216,9 @@ async def test_a_refined_sound_goes_through_the_service(channel: aio.Channel, tm
 def wrong_sounds() -> Iterator[tuple[list[workers_pb2.DecodeAudioRequest], grpc.StatusCode, str]]:
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     header, *parts = sound_requests()
-    yield [], invalid, "DecodeAudio needs a header"
-    yield parts, invalid, "must be a header"
-    yield [header, header], invalid, "must be a tensor part"
+    yield [], invalid, "DecodeAudio takes one header, first; the stream was empty"
+    yield parts, invalid, "one header, first"
+    yield [header, header], invalid, "and then only tensors"
     yield [header, parts[0]], invalid, "tensor 'audio_before' is missing"
     long = next(to_parts("audio", torch.zeros(1, 32, 2, 66)))
     yield [header, workers_pb2.DecodeAudioRequest(tensor=long)], invalid, "expected torch.float32"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.latents_file import latent_shapes
+from core.prompt import MAX_PROMPT_TOKENS
 from core.refine import RefineValues, refine_sigmas, refine_violations
 from core.request import clip_violations
 from h3stream.adapters import AdapterChoice
@@ -17,7 +18,7 @@ from h3stream.errors import InvalidRequestError
 from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec
 from services.common.refusal import refuse
-from services.common.tensors import ExpectedShape, TensorAssembler
+from services.common.tensors import ExpectedTensor, TensorAssembler
 
 FIELD = "spec"
 """What the names of the fields of a refinement begin with."""
@@ -56,13 +57,21 @@ def check_adapter_names(names: Iterable[str], known: Collection[str]) -> None:
 
 def refine_tensors(clip: ClipSpec, spec: RefineSpec, text_dim: int) -> TensorAssembler:
     """Takes the tensors of a refinement that was checked."""
-    expected: dict[str, tuple[tuple[torch.dtype, ...], ExpectedShape]] = {
+    expected: dict[str, ExpectedTensor] = {
         name: ((torch.float32,), shape) for name, shape in latent_shapes(clip).items()
     }
     for prefix in ("", "negative_") if spec.cfg != 1 else ("",):
-        expected[f"{prefix}context"] = ((torch.float32, torch.bfloat16), (None, text_dim))
-        expected[f"{prefix}token_tags"] = ((torch.int64,), (None,))
+        expected |= text_tensors(text_dim, prefix)
     return TensorAssembler(expected)
+
+
+def text_tensors(text_dim: int, prefix: str = "") -> dict[str, ExpectedTensor]:
+    """What the hidden states of a prompt and the tags of its tokens must be.  prefix: of their names."""
+    num_tokens = range(1, MAX_PROMPT_TOKENS + 1)
+    return {
+        f"{prefix}context": ((torch.float32, torch.bfloat16), (num_tokens, text_dim)),
+        f"{prefix}token_tags": ((torch.int64,), (num_tokens,)),
+    }
 
 
 def check_finite(**tensors: Tensor) -> None:

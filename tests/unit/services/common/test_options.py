@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,14 @@ def test_a_class_without_source_has_no_help() -> None:
     assert option_help(dataclasses.make_dataclass("Made", [("size", int)])) == {}
 
 
+def named(settings: Any) -> set[str]:
+    """Settings that are no secret."""
+    return {field.name for field in dataclasses.fields(settings)} - {"token"}
+
+
 @pytest.mark.parametrize("settings", [Settings, WorkerConfig, DitConfig, TextEncoderConfig, VaeConfig])
 def test_every_setting_of_every_process_is_told(settings: type[object]) -> None:
-    assert option_help(settings).keys() == {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
+    assert option_help(settings).keys() == named(settings)
 
 
 @pytest.mark.parametrize("settings", [Settings, DitConfig, TextEncoderConfig, VaeConfig])
@@ -120,8 +126,7 @@ def test_a_value_of_another_kind_is_told_by_name(name: str, value: object, messa
 def test_every_setting_of_every_process_can_be_given_as_a_flag(settings: type[object]) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, settings)
-    fields = {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
-    assert vars(parser.parse_args([])) == dict.fromkeys(fields)
+    assert vars(parser.parse_args([])) == dict.fromkeys(named(settings))
 
 
 def test_settings_are_told_as_flags_take_them(tmp_path: Path) -> None:
@@ -134,3 +139,9 @@ def test_settings_are_told_as_flags_take_them(tmp_path: Path) -> None:
         f"a_bool=False a_count=2 a_rate=0.0 a_word='' a_path='{path}' adapters='a={path}:0.5;b={path}'"
     )
     assert "adapters" not in texts_of(Everything())
+
+
+def test_a_secret_is_no_flag_and_is_not_told() -> None:
+    config = WorkerConfig(token="s3cret" * 3)
+    assert "token" not in texts_of(config)
+    assert "s3cret" not in told(config) + repr(config)

@@ -311,7 +311,7 @@ def test_a_dense_clip_is_sampled_once_and_its_chunks_need_no_weights(dense: DitW
 def test_dense_and_streaming_sessions_refuse_each_others_calls(dense: DitWorker, clip: ClipSpec) -> None:
     with pytest.raises(UnsupportedError, match="chunk 0 is not there yet: sample the dense clip first"):
         dense.sample_chunk("d", 0, ignore, never)
-    with pytest.raises(UnsupportedError, match="'d' has a dense clip, which has no KV cache: nothing to restore or commit"):
+    with pytest.raises(UnsupportedError, match="'d' has a dense clip, which has no KV cache: nothing to restore"):
         dense.commit_chunk("d", 0, never)
     dense.open_session("s", clip, torch.randn(5, 64), torch.ones(5, dtype=torch.int64), never)
     with pytest.raises(UnsupportedError, match="session 's' streams its clip: sample it chunk by chunk"):

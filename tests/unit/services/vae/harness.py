@@ -65,8 +65,8 @@ class Recorder:
 def latents(worker: VaeWorker, session_id: str, chunk_index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random latents of a chunk, always the same for its index."""
     generator = torch.Generator().manual_seed(chunk_index)
-    video, audio = worker.latent_shapes(session_id, chunk_index)
-    return torch.randn(video, generator=generator), torch.randn(audio, generator=generator)
+    shapes = worker.latent_shapes(session_id, chunk_index)
+    return torch.randn(shapes["video"], generator=generator), torch.randn(shapes["audio"], generator=generator)
 
 
 def run_clip(worker: VaeWorker, clip: ClipSpec, session_id: str, directory: Path | None = None) -> Recorder:
