@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from h3stream.errors import PhaseError, ResumeError
 from h3stream.v1 import records_pb2, video_pb2
-from services.common.files import write_whole
+from services.common.files import remove, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,10 @@ def write_job_end(directory: Path, end: records_pb2.JobEnd) -> None:
 
 def read_job_end(directory: Path) -> records_pb2.JobEnd | None:
     """How the job of a directory ended; None: it has not. Raises ResumeError if that cannot be read."""
-    return _read(directory / END_NAME, records_pb2.JobEnd)
-
-
-def has_ended(directory: Path) -> bool:
-    """Whether the job of a directory has ended, readably or not."""
-    return (directory / END_NAME).exists()
+    end = _read(directory / END_NAME, records_pb2.JobEnd)
+    if end is not None and end.job.job_id != directory.name:
+        raise ResumeError(f"{END_NAME} of job {directory.name} is that of job {end.job.job_id!r}")
+    return end
 
 
 def request_digest(record: records_pb2.JobRecord) -> str:
@@ -100,6 +98,19 @@ def remove_job(directory: Path) -> None:
     except FileNotFoundError:  # somebody has removed it
         return
     shutil.rmtree(leaving, ignore_errors=True)
+
+
+def sweep(directory: Path, job: video_pb2.Job) -> None:
+    """Removes of an ended job's directory what is neither a record of it nor an artifact that it lists: inputs, scratch
+    and what was never completed. What cannot be removed stays, which is logged."""
+    kept = {RECORD_NAME, END_NAME, LOG_NAME, *(artifact.name for artifact in job.artifacts)}
+    for path in directory.glob("*"):
+        if path.name in kept:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            remove(path)
 
 
 def fsync_directory(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import dataclasses
 import logging
 import os
@@ -16,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -48,6 +49,7 @@ CREATE TABLE jobs (
     num_resumes INTEGER NOT NULL,
     stored_bytes INTEGER NOT NULL,
     artifact_bytes INTEGER NOT NULL,
+    end_order INTEGER,
     checksum INTEGER NOT NULL
 ) STRICT
 """
@@ -57,8 +59,8 @@ _SCHEMA = (
     "CREATE INDEX jobs_of_tenant ON jobs (tenant, number)",
     "CREATE UNIQUE INDEX jobs_by_key ON jobs (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL",
     "CREATE INDEX live_jobs ON jobs (number) WHERE ended_s IS NULL",
-    "CREATE INDEX ended_jobs ON jobs (ended_s, number) WHERE ended_s IS NOT NULL",
-    "CREATE INDEX jobs_with_artifacts ON jobs (ended_s, number) WHERE artifact_bytes > 0",
+    "CREATE UNIQUE INDEX ended_jobs ON jobs (end_order) WHERE end_order IS NOT NULL",
+    "CREATE INDEX jobs_with_artifacts ON jobs (end_order) WHERE artifact_bytes > 0",
 )
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TROUBLE = frozenset(
@@ -98,10 +100,24 @@ class JobRow:
     """Those of the artifacts alone."""
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(JobRow))
+_NAMES = tuple(column.name for column in dataclasses.fields(JobRow))
 _SELECT = f"SELECT {', '.join(_NAMES)}, checksum FROM jobs"
 _INSERT = f"INSERT INTO jobs ({', '.join(_NAMES)}, checksum) VALUES ({', '.join('?' * (len(_NAMES) + 1))})"
 _UPDATE = f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in (*_NAMES, 'checksum'))} WHERE job_id = ?"
+_END = "UPDATE jobs SET end_order = (SELECT ifnull(max(end_order), 0) + 1 FROM jobs) WHERE job_id = ?"
+"""The order in which jobs ended is not that of the times: a wall clock may be set back."""
+
+
+@dataclass
+class _Sums:
+    """What jobs that have ended come to."""
+
+    num_ended: int = 0
+    """Those jobs."""
+    artifact_bytes: int = 0
+    """Bytes of their artifacts."""
+    stored_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of their events and artifacts, of each tenant."""
 
 
 class Journal:
@@ -114,9 +130,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Opens the journal, or makes one. Raises StartupError if it can do neither."""
         self.path = path
-        self._num_ended = 0
-        self._artifact_bytes = 0
-        self._stored_bytes: Counter[str] = Counter()
+        self._sums = _Sums()
         try:
             try:
                 self._open()
@@ -134,7 +148,8 @@ class Journal:
             raise StartupError(f"the journal {path} cannot be opened: {error}") from error
 
     def add(self, row: JobRow) -> None:
-        """Enters a new job."""
+        """Enters a job that has not ended."""
+        assert row.ended_s is None, f"job {row.job_id} is entered as one that has ended"
         with self._writing():
             self._connection.execute(_INSERT, _values(row))
         self._count(row, 1)
@@ -166,6 +181,24 @@ class Journal:
         """Takes note of the machine's present boot, once all that a loss of power asks for has been done."""
         with self._writing():
             self._connection.execute("UPDATE boots SET boot_id = ?", (_boot_id(),))
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Around changes that happen all together, or not at all where one of them raises."""
+        if self._connection.in_transaction:
+            yield
+            return
+        sums = copy.deepcopy(self._sums)
+        with self._writing():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._sums = sums
+                if self._connection.in_transaction:  # SQLite ends some of those that fail by itself
+                    self._connection.execute("ROLLBACK")
+                raise
 
     def row(self, job_id: str) -> JobRow | None:
         """The job of that name."""
@@ -205,29 +238,29 @@ class Journal:
 
     def stored_bytes(self, tenant: str) -> int:
         """Bytes of the events and artifacts of the tenant's jobs that have ended."""
-        return self._stored_bytes[tenant]
+        return self._sums.stored_bytes[tenant]
 
     @property
     def num_ended(self) -> int:
         """Jobs that have ended."""
-        return self._num_ended
+        return self._sums.num_ended
 
     @property
     def artifact_bytes(self) -> int:
         """Bytes of all artifacts of jobs that have ended."""
-        return self._artifact_bytes
+        return self._sums.artifact_bytes
 
     def oldest_ended(self) -> JobRow | None:
         """The job that ended first."""
-        return self._one("WHERE ended_s IS NOT NULL ORDER BY ended_s, number LIMIT 1")
+        return self._one("WHERE end_order IS NOT NULL ORDER BY end_order LIMIT 1")
 
     def oldest_with_artifacts(self) -> JobRow | None:
         """The job that ended first of those whose artifacts are still there."""
-        return self._one("WHERE artifact_bytes > 0 ORDER BY ended_s, number LIMIT 1")
+        return self._one("WHERE artifact_bytes > 0 ORDER BY end_order LIMIT 1")
 
     def newest_with_artifacts(self) -> JobRow | None:
         """The job that ended last of those whose artifacts are still there."""
-        return self._one("WHERE artifact_bytes > 0 ORDER BY ended_s DESC, number DESC LIMIT 1")
+        return self._one("WHERE artifact_bytes > 0 ORDER BY end_order DESC LIMIT 1")
 
     def close(self) -> None:
         """Brings all into the one file and closes it."""
@@ -270,17 +303,19 @@ class Journal:
         before = self.row(job_id)
         assert before is not None, f"there is no job {job_id} in the journal"
         after = dataclasses.replace(before, **changes)
-        with self._writing():
+        with self.at_once():
             self._connection.execute(_UPDATE, (*_values(after), job_id))
+            if before.ended_s is None and after.ended_s is not None:
+                self._connection.execute(_END, (job_id,))
         self._count(before, -1)
         self._count(after, 1)
 
     def _count(self, row: JobRow, sign: int) -> None:
         """Keeps the sums, which would take long to ask for."""
         if row.ended_s is not None:
-            self._num_ended += sign
-            self._artifact_bytes += sign * row.artifact_bytes
-            self._stored_bytes[row.tenant] += sign * row.stored_bytes
+            self._sums.num_ended += sign
+            self._sums.artifact_bytes += sign * row.artifact_bytes
+            self._sums.stored_bytes[row.tenant] += sign * row.stored_bytes
 
     def _one(self, condition: str, *values: object) -> JobRow | None:
         return next(self._select(condition, *values), None)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from h3stream.v1 import video_pb2
-from orchestrator.job import Job
-from services.common.files import remove
+from h3stream.errors import PhaseError
+from h3stream.v1 import types_pb2
+from orchestrator.job_files import sweep, write_job_end
+from orchestrator.journal import JobRow, Journal
+from orchestrator.stock import load_job, remove, stored_bytes
 
 log = logging.getLogger(__name__)
 
-LOG_NAME = "events.log"
-RECORD_NAME = "removed.jsonl"
+REMOVED_NAME = "removed.jsonl"
 
 
 @dataclass(frozen=True)
@@ -33,116 +32,83 @@ class Limits:
     """Bytes of all artifacts together, without the logs, which are as large as the streams; 0: any number."""
 
 
-@dataclass
-class _Entry:
-    """A finished job."""
-
-    directory: Path
-    ended_s: float
-    """Wall-clock time."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes of its artifacts that are still there."""
-    job: Job | None = None
-    """None for one of an earlier run: nobody asks for it any more, but it takes its turn to be removed."""
-
-
 class Shelf:
-    """The finished jobs, oldest first."""
+    """The finished jobs, as the journal has them, in the order in which they ended."""
 
-    def __init__(
-        self, data_directory: Path, limits: Limits, wall_clock: Callable[[], float], forget: Callable[[str], object]
-    ) -> None:
-        """forget: called with the name of a job whose directory is being removed."""
+    def __init__(self, data_directory: Path, limits: Limits, journal: Journal, wall_clock: Callable[[], float]) -> None:
         self._jobs_directory = data_directory / "jobs"
-        self._record_path = data_directory / RECORD_NAME
+        self._record_path = data_directory / REMOVED_NAME
         self._limits = limits
+        self._journal = journal
         self._wall_clock = wall_clock
-        self._forget = forget
-        self._entries: deque[_Entry] = deque()
-
-    def adopt(self) -> None:
-        """Takes what an earlier run left, by its time of change, and removes what its jobs had in the making.
-
-        Raises OSError.
-        """
-        found = []
-        for directory in self._jobs_directory.iterdir():
-            ended_s = directory.stat().st_mtime  # before anything in it changes
-            for path in directory.glob(".*"):
-                remove(path)
-            found.append(_Entry(directory, ended_s, _artifact_sizes(directory)))
-        self._entries.extend(sorted(found, key=lambda entry: entry.ended_s))
-
-    def add(self, job: Job) -> None:
-        """Takes a job that has ended, and sweeps its directory."""
-        sizes = {artifact.name: artifact.size_bytes for artifact in job.artifacts}
-        self.sweep(job)
-        self._entries.append(_Entry(job.directory, self._wall_clock(), sizes, job))
-
-    def sweep(self, job: Job) -> None:
-        """Removes of an ended job's directory what is neither its log nor listed: inputs, scratch and what was never
-        completed."""
-        kept = {LOG_NAME, *(artifact.name for artifact in job.artifacts)}
-        for path in job.directory.glob("*"):
-            if path.name not in kept:
-                remove(path)
 
     def tidy(self) -> None:
-        """Removes what is beyond the limits, the oldest first. The newest artifacts are never too large."""
-        limits = self._limits
-        while len(self._entries) > limits.num_jobs:
-            oldest = self._entries.popleft()
-            self._record(oldest, f"more than {limits.num_jobs} jobs have finished (kept_jobs)")
-            self._forget(oldest.directory.name)
-            shutil.rmtree(oldest.directory, ignore_errors=True)  # readers of its log keep the open file
-        now_s = self._wall_clock()
-        total = sum(sum(entry.sizes.values()) for entry in self._entries)
-        newest = next((entry for entry in reversed(self._entries) if entry.sizes), None)
-        for entry in self._entries:
-            if limits.age_s and now_s - entry.ended_s > limits.age_s:
-                reason = f"its job ended more than {limits.age_s:g} s ago (kept_age_s)"
-            elif limits.num_bytes and total > limits.num_bytes and entry is not newest:
-                reason = f"artifacts took more than {limits.num_bytes} bytes (kept_bytes)"
-            else:
-                return  # those that follow are younger
-            total -= sum(entry.sizes.values())
-            self._remove_artifacts(entry, reason)
+        """Removes what is beyond the limits, the oldest first. The newest artifacts are never too large.
 
-    def _remove_artifacts(self, entry: _Entry, reason: str) -> None:
-        if not entry.sizes:
-            return
-        self._record(entry, reason)
-        for name in entry.sizes:
-            remove(entry.directory / name)  # downloads that have begun keep the open file
-        if entry.job is not None:
-            for name in entry.sizes:
-                gone = video_pb2.RemovedArtifact(name=name, message=reason)
-                gone.remove_time.FromNanoseconds(int(self._wall_clock() * 1e9))
-                entry.job.removed_artifacts.append(gone)
-            entry.job.artifacts.clear()
-        entry.sizes.clear()
+        What cannot be removed is left to the next call.
+        """
+        try:
+            while self._journal.num_ended > self._limits.num_jobs and (row := self._journal.oldest_ended()) is not None:
+                self._remove_job(row, f"more than {self._limits.num_jobs} jobs have finished (kept_jobs)")
+            while (found := self._beyond_limits()) is not None:
+                self._remove_artifacts(*found)
+        except PhaseError as error:
+            log.error("what is beyond the limits cannot be removed: %s", error)
 
-    def _record(self, entry: _Entry, reason: str) -> None:
+    def _beyond_limits(self) -> tuple[JobRow, str] | None:
+        """The job whose artifacts must go next, and why."""
+        limits, journal = self._limits, self._journal
+        is_too_much = limits.num_bytes and journal.artifact_bytes > limits.num_bytes
+        if not (limits.age_s or is_too_much) or (oldest := journal.oldest_with_artifacts()) is None:
+            return None
+        if limits.age_s and oldest.ended_s is not None and self._wall_clock() - oldest.ended_s > limits.age_s:
+            return oldest, f"its job ended more than {limits.age_s:g} s ago (kept_age_s)"
+        if is_too_much and oldest != journal.newest_with_artifacts():
+            return oldest, f"artifacts took more than {limits.num_bytes} bytes (kept_bytes)"
+        return None
+
+    def _remove_job(self, row: JobRow, reason: str) -> None:
+        self._record(row, self._artifacts(row), reason)
+        remove(self._journal, self._jobs_directory / row.job_id)  # readers of its log keep the open file
+
+    def _remove_artifacts(self, row: JobRow, reason: str) -> None:
+        """Removes a job's artifacts; its end tells of it first, so that it never lists what is gone."""
+        directory = self._jobs_directory / row.job_id
+        _, end = load_job(directory, row)
+        assert end is not None
+        artifacts = list(end.job.artifacts)
+        if artifacts:
+            self._record(row, artifacts, reason)
+        for artifact in artifacts:
+            gone = end.job.removed_artifacts.add(name=artifact.name, message=reason)
+            gone.remove_time.FromNanoseconds(int(self._wall_clock() * 1e9))
+        del end.job.artifacts[:]
+        try:
+            write_job_end(directory, end)
+        except PhaseError:  # a full disk, which removing makes room on
+            sweep(directory, end.job)
+            write_job_end(directory, end)
+        sweep(directory, end.job)  # downloads that have begun keep the open file
+        self._journal.set_stored_bytes(row.job_id, *stored_bytes(directory, end.job))
+
+    def _artifacts(self, row: JobRow) -> list[types_pb2.Artifact]:
+        """What there is of an ended job, as far as it can be told."""
+        try:
+            _, end = load_job(self._jobs_directory / row.job_id, row)
+        except PhaseError:
+            return []
+        return [] if end is None else list(end.job.artifacts)
+
+    def _record(self, row: JobRow, artifacts: list[types_pb2.Artifact], reason: str) -> None:
         """Writes down what is about to be removed."""
         line = {
             "time": datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(timespec="milliseconds"),
-            "job_id": entry.directory.name,
-            "artifacts": [{"name": name, "size_bytes": size} for name, size in entry.sizes.items()],
+            "job_id": row.job_id,
+            "artifacts": [{"name": artifact.name, "size_bytes": artifact.size_bytes} for artifact in artifacts],
             "reason": reason,
         }
         try:
             with self._record_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk, which removing makes room on
-            log.warning("removed %s, which cannot be recorded (%s): %s", entry.directory.name, error.strerror, reason)
-
-
-def _artifact_sizes(directory: Path) -> dict[str, int]:
-    """The artifacts in a job's directory, which it may also have left behind without ending."""
-    if not directory.is_dir():
-        return {}
-    return {
-        path.name: path.stat().st_size
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.name != LOG_NAME
-    }
+            log.warning("removed %s, which cannot be recorded (%s): %s", row.job_id, error.strerror, reason)
