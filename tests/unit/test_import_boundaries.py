@@ -29,7 +29,7 @@ MAY_IMPORT = {
 """Folder -> packages beside the standard library that its files may import."""
 
 STOPS_AT = {
-    "ray": ("orchestrator/lanes.py",),
+    "ray": ("orchestrator/lanes.py", "orchestrator/doctor/ray_start.py"),
     "grpc": (
         "client/h3stream/*",
         "services/*/servicer.py",
@@ -76,6 +76,7 @@ ORCHESTRATOR_USES = (
     "services.checkpoints.components",
     "services.checkpoints.header",
     "services.checkpoints.model_files",
+    "services.checkpoints.printable",
     *(f"services.{worker}.config" for worker in WORKERS),
 )
 """What the orchestrator may know of the services: the shell, the settings and what headers tell, never a model."""
