@@ -162,19 +162,28 @@ async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exc
 class RpcEndpoint:
     """A grpc.aio server with reflection, listening on one address."""
 
-    def __init__(self, service_names: tuple[str, ...], interceptors: Sequence[aio.ServerInterceptor] = ()) -> None:
-        """service_names: what reflection tells of, beside itself.  interceptors: what a call meets first."""
-        self.server = aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        service_names: tuple[str, ...],
+        interceptors: Sequence[aio.ServerInterceptor] = (),
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """service_names: what reflection tells of, beside itself.  interceptors: what a call meets first.  options:
+        gRPC's, beside those of every server."""
+        self.server = aio.server(interceptors=[*interceptors, ErrorInterceptor()], options=[*SERVER_OPTIONS, *options])
         reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), self.server)
 
-    async def start(self, address: str) -> str:
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
         """Listens on "HOST:PORT" (port 0: any free one) or "unix:PATH"; returns the address to dial.
 
-        Raises StartupError if the address cannot be bound.
+        credentials: for TLS; None: without.  Raises StartupError if the address cannot be bound.
         """
         try:
             with _private_files():
-                port = self.server.add_insecure_port(address)
+                if credentials is None:
+                    port = self.server.add_insecure_port(address)
+                else:
+                    port = self.server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address}: {error}") from error
         await self.server.start()
