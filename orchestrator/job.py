@@ -122,6 +122,8 @@ class Job:
         """How often it was taken up again."""
         self.num_vain_resumes = 0
         """How often in a row because its server or a worker was lost, without a chunk or a step that was new."""
+        self.was_suspended = False
+        """Whether the server that had it stopped, and was not lost."""
         self.queue_position = 0
         """Jobs ahead of it while it is queued."""
         self.phase = Phase.QUEUED
@@ -135,7 +137,6 @@ class Job:
         self._wall_clock = wall_clock
         self._accepted_s = clock()  # as if this process had taken it
         self._reached = (-1, 0, 0)  # chunk, media, step of the refinement: the furthest of each
-        self._was_suspended = False
         self._progress = video_pb2.Progress()
         self._wait()
 
@@ -401,8 +402,8 @@ class Job:
     def _note_resume(self, reason: str) -> None:
         if reason == RESUMED:
             self.num_resumes += 1
-            self.num_vain_resumes += not self._was_suspended
-        self._was_suspended = reason == SUSPENDED
+            self.num_vain_resumes += not self.was_suspended
+        self.was_suspended = reason == SUSPENDED
 
     def _reach(self, *, chunk_index: int = -1, refine_step: int = 0) -> None:
         """Notes how far the job is; what it has not reached before was worth being taken up for."""

@@ -1,45 +1,60 @@
-"""Jobs and lanes: who waits, who runs, who is cancelled, and what is kept afterwards."""
+"""Jobs and lanes: who waits, who runs, who is cancelled, and what the next server is left."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
-import shutil
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from core.fair_queue import FairQueue
 from h3stream.errors import (
+    DeadlineError,
     GenerationError,
+    IdempotencyKeyError,
     JobCancelledError,
     JobNotFoundError,
     ModelLoadingError,
     NotReadyError,
     OverloadedError,
+    PermissionDeniedError,
     PhaseError,
+    ResumeError,
+    ServerStoppingError,
+    UnsupportedError,
+    WorkerLostError,
 )
-from h3stream.request import ClipSpec
-from h3stream.v1 import video_pb2, workers_pb2
-from orchestrator.job import Job, RefineSource, as_told
+from h3stream.job import TenantUsage
+from h3stream.v1 import records_pb2, types_pb2, video_pb2, workers_pb2
+from orchestrator.caller import Caller
+from orchestrator.job import STOPPING, Job, as_told
+from orchestrator.job_store import INCOMING, JobStore
+from orchestrator.journal import State
 from orchestrator.lane import Lane
-from orchestrator.refine import run_refinement
-from orchestrator.session import run_session
-from orchestrator.shelf import Limits, Shelf
+from orchestrator.recovery import run_job
+from orchestrator.shelf import Limits
+from orchestrator.tenants import NoLimits, TenantPolicy, check_limits, may_run_another
+from services.common.logs import job_context
+
+__all__ = ["INCOMING", "RETRY_AFTER_S", "Scheduler"]
 
 log = logging.getLogger(__name__)
 
-INCOMING = "jobs/.incoming"
-"""Folder of the data directory for what is to become a job's directory."""
 HEARTBEAT_S = 1.5
-"""Longest silence of a job's log; callers are promised an event every 2 seconds."""
+"""Longest silence of a job's log while somebody follows it; callers are promised an event every 2 seconds."""
 TICK_S = 0.25
 RETRY_AFTER_S = 5.0
 """What a refused caller is told to wait: about the time a short clip holds a lane."""
+MAX_VAIN_RESUMES = 5
+"""How often in a row a job is taken up again without a chunk or a step that is new: it may be what ends the server."""
 
 
 class Scheduler:
-    """Runs jobs on lanes, first come first served."""
+    """Runs jobs on lanes: tenants take turns, and a tenant's own jobs come by priority, then arrival."""
 
     def __init__(
         self,
@@ -50,34 +65,47 @@ class Scheduler:
         kept_jobs: int,
         kept_age_s: float = 0.0,
         kept_bytes: int = 0,
+        tenants: TenantPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """tenants: what each may have at a time; None: all alike, without limits."""
         self._lanes = lanes
-        self._jobs_directory = data_directory / "jobs"
-        self._incoming = data_directory / INCOMING
         self._max_queued_jobs = max_queued_jobs
         self._kept_jobs = kept_jobs
+        self.tenants = tenants or NoLimits()
+        """What each tenant may have at a time."""
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
         limits = Limits(kept_jobs, kept_age_s, kept_bytes)
-        self._shelf = Shelf(data_directory, limits, wall_clock, lambda job_id: self._jobs.pop(job_id, None))
-        self._queue: list[Job] = []
+        self._store = JobStore(data_directory, limits, clock=clock, wall_clock=wall_clock)
+        self._interrupted: deque[Job] = deque()  # on a lane of the server before: first of all
+        self._queue: FairQueue[Job] = FairQueue()
+        self._has_positions = True  # whether each waiting job knows how many are ahead of it
         self._has_jobs = asyncio.Event()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[Job, asyncio.Task[None]] = {}
+        self._ends_with: dict[Job, GenerationError] = {}  # running jobs that are to end, and why
+        self._pending_frames: Counter[str] = Counter()  # of each tenant's jobs that have not ended
+        self._deadlines: list[tuple[float, int, Job]] = []  # a heap, by time
+        self._numbers = itertools.count()
         self._num_idle_lanes = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._refusal: NotReadyError | None = ModelLoadingError("the model is being loaded")
+        self._has_stopped = False
         self.workers: list[workers_pb2.DescribeResponse] = []
         """What the workers of the first lane are, once it has started; all lanes are alike."""
 
+    def open(self) -> None:
+        """Takes up the jobs of the data directory, so that they can be asked for. Raises StartupError."""
+        for job in self._store.open():
+            self._take_in(job)
+        if self._interrupted or self._queue:
+            log.info("%d jobs of the server before go on", len(self._interrupted) + len(self._queue))
+
     async def start(self) -> None:
-        """Starts the lanes and takes jobs once they are up. Raises StartupError."""
-        self._jobs_directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier run was interrupted in
-        self._shelf.adopt()
+        """Starts the lanes and takes jobs once they are up. To be called after `open`. Raises StartupError."""
         await asyncio.gather(*(lane.start() for lane in self._lanes))
         self.workers = self._lanes[0].last_descriptions()
+        self._end_late_jobs()  # those whose time has passed while there was no server never run
         self._tasks = [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
         self._tasks.append(asyncio.create_task(self._tick()))
         self._refusal = None
@@ -86,137 +114,303 @@ class Scheduler:
         """Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now."""
         if self._refusal is not None:
             raise self._refusal
-        if len(self._queue) - self._num_idle_lanes >= self._max_queued_jobs:
+        num_waiting = len(self._queue) + len(self._interrupted)
+        if num_waiting - self._num_idle_lanes >= self._max_queued_jobs:
             raise OverloadedError(
-                f"{len(self._queue)} jobs are waiting, which is the most this server lets wait; try again later",
+                f"{num_waiting} jobs are waiting, which is the most this server lets wait; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
+    def known_job(self, caller: Caller, key: str, request_digest: str) -> Job | None:
+        """The job that an earlier request of the caller's tenant with this idempotency key made; None for a new or an
+        empty key.
+
+        Raises IdempotencyKeyError if that was another request.
+        """
+        self._check_running()
+        row = self._store.find_key(caller.tenant, key) if key else None
+        if row is None:
+            return None
+        if row.request_digest != request_digest:
+            raise IdempotencyKeyError(
+                f"the idempotency key {key!r} has named another request, that of job {row.job_id}; give each request a "
+                "key of its own",
+                job_id=row.job_id,
+            )
+        return self._store.job(row.job_id)
+
     def submit(
         self,
-        prompt: str,
-        clip: ClipSpec,
-        plan: video_pb2.Plan,
+        record: records_pb2.JobRecord,
         *,
-        source: RefineSource | None = None,
         prepared: Path | None = None,
-    ) -> Job:
-        """Takes a checked request as a new job.
+        request_digest: str = "",
+        caller: Caller,
+    ) -> tuple[Job, bool]:
+        """The new job of a checked request, or the one that an earlier request with the same key made, and whether it
+        is that.
 
-        source: the clip that is to be refined; None makes one.  prepared: a directory with the job's inputs, which
-        becomes the job's own.  Raises as `check_open` does, and PhaseError if the job's files cannot be written.
+        record: all but name, tenant and time of the job.  prepared: a directory with the job's inputs, which becomes
+        the job's own.  request_digest: of the request, as `job_files.request_digest` makes it.
+        Raises as `known_job` and `check_open` do, QuotaExceededError, and PhaseError if the job cannot be written down.
         """
+        key = "" if (kind := record.WhichOneof("request")) is None else getattr(record, kind).idempotency_key
+        if (known := self.known_job(caller, key, request_digest)) is not None:
+            return known, True
         self.check_open()
-        job_id = uuid.uuid4().hex
-        directory = self._jobs_directory / job_id
-        try:
-            self._jobs_directory.mkdir(parents=True, exist_ok=True)  # somebody may have removed them all
-            if prepared is None:
-                directory.mkdir(mode=0o700)
-            else:
-                prepared.rename(directory)
-            job = Job(job_id, prompt, clip, plan, directory, source=source, clock=self._clock)
-            job.emit(video_pb2.Accepted(plan=plan))
-        except OSError as error:
-            raise PhaseError(f"the job's directory cannot be made: {error.strerror}") from error
-        except PhaseError:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        self._jobs[job_id] = job
-        self._queue.append(job)
-        self._announce_queue()
-        self._has_jobs.set()
-        return job
+        check_limits(self.tenants, self.usage(caller.tenant), caller.tenant, record.plan.clip.num_frames)
+        record.tenant = caller.tenant
+        job = self._store.add(record, prepared)
+        self._take_in(job)
+        return job, False
 
-    def jobs(self) -> list[Job]:
-        """All jobs that are known, oldest first."""
-        return list(self._jobs.values())
-
-    def job(self, job_id: str) -> Job:
-        """The job of that name. Raises JobNotFoundError."""
-        try:
-            return self._jobs[job_id]
-        except KeyError:
+    def job(self, job_id: str, caller: Caller) -> Job:
+        """The job of that name. Raises JobNotFoundError, also for one that the caller may not know of."""
+        self._check_running()
+        job = self._store.job(job_id)
+        if job is None or not caller.may_see(job.tenant):
             raise JobNotFoundError(
                 f"there is no job {job_id!r}; this server keeps its last {self._kept_jobs} finished jobs"
-            ) from None
+            )
+        self._count_positions()
+        return job
+
+    def page(self, tenant: str | None, states: Sequence[State], token: str, limit: int) -> tuple[list[Job], str]:
+        """Up to `limit` jobs, newest first, and the token of the next page, empty behind the last.
+
+        tenant: None: of all.  states: to be listed; empty: all.  token: empty, or what the page before came with.
+        Raises InvalidRequestError for a token that is none.
+        """
+        self._check_running()
+        self._count_positions()
+        return self._store.page(tenant, states, token, limit)
+
+    def delete(self, job: Job, caller: Caller) -> None:
+        """Removes a job that has ended. Raises PermissionDeniedError, UnsupportedError for one that has not."""
+        self._check_running()
+        if not caller.may_change(job.tenant):
+            raise PermissionDeniedError(f"this key does not allow to delete job {job.job_id}", job_id=job.job_id)
+        if not job.ended.is_set():
+            raise UnsupportedError(f"job {job.job_id} has not ended; cancel it first", job_id=job.job_id)
+        self._store.remove(job)
+
+    def usage(self, tenant: str) -> TenantUsage:
+        """What a tenant has now."""
+        return TenantUsage(
+            num_running_jobs=self._num_running(tenant),
+            num_queued_jobs=self._queue.num_of(tenant) + sum(job.tenant == tenant for job in self._interrupted),
+            num_pending_frames=self._pending_frames[tenant],
+            num_stored_bytes=self._store.stored_bytes(tenant),
+        )
 
     def request_cancel(self, job: Job) -> None:
-        """Tells a job to end; it has once `job.ended` is set. Ended jobs and second requests change nothing."""
-        if job in self._queue:
-            self._queue.remove(job)
+        """Tells a job to end; `Job.wait_ended` returns once it has.
+
+        Nothing changes for jobs that have ended or are left to the next server, and by second requests.
+        """
+        if self._stop_waiting(job):
             self._end(job, JobCancelledError("the job was cancelled while it waited", job_id=job.job_id))
-            self._announce_queue()
-        elif (session := self._running.get(job.job_id)) is not None and not session.cancelling():
-            session.cancel()
+        else:
+            self._end_running(job, JobCancelledError("the job was cancelled"))
 
     async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
-        """Takes no more jobs, lets running ones go on until `drain_s` seconds have passed or `hurry` is set, cancels
-        what is left and stops the lanes. Waiting jobs end as not run."""
-        self._refusal = NotReadyError("the server is stopping")
-        for job in list(self._queue):
-            self._queue.remove(job)
-            self._end(job, NotReadyError("the server stopped before the job could run", job_id=job.job_id))
-        running = [self._jobs[job_id] for job_id in self._running]
-        drained = asyncio.create_task(_all_ended(running))
+        """Takes no more jobs, lets running ones go on until `drain_s` seconds have passed or `hurry` is set, leaves the
+        others to the next server, and stops the lanes."""
+        self._refusal = ServerStoppingError(STOPPING)
+        for job in self._waiting():
+            job.suspend()
+        self._interrupted, self._queue = deque(), FairQueue()
+        running = list(self._running)
+        drained = asyncio.create_task(_all_left(running))
         hurried = asyncio.create_task(hurry.wait())
         await asyncio.wait([drained, hurried], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
-        for job in running:
-            self.request_cancel(job)
+        for session in self._running.values():
+            session.cancel()
         await drained
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(lane.stop() for lane in self._lanes))
+        self._has_stopped = True
+        self._store.close()
+
+    def _check_running(self) -> None:
+        if self._has_stopped:
+            raise ServerStoppingError(STOPPING)
+
+    def _take_in(self, job: Job) -> None:
+        """Lets a job wait for a lane."""
+        if job.state == video_pb2.JOB_STATE_RUNNING:
+            self._interrupted.append(job)
+        else:
+            weight = self.tenants.weight(job.tenant)
+            self._queue.push(job, tenant=job.tenant, priority=job.priority, cost=_cost(job), weight=weight)
+        self._pending_frames[job.tenant] += job.clip.num_frames
+        if job.deadline_s is not None:
+            due_s = self._clock() + job.deadline_s - job.elapsed_s
+            heapq.heappush(self._deadlines, (due_s, next(self._numbers), job))
+        self._has_positions = False
+        self._has_jobs.set()
+
+    def _stop_waiting(self, job: Job) -> bool:
+        """Takes a job out of those that wait; False if it is none of them."""
+        self._has_positions = False
+        if job in self._interrupted:
+            self._interrupted.remove(job)
+            return True
+        return self._queue.remove(job)
+
+    def _waiting(self) -> list[Job]:
+        """The jobs that wait, in the order in which they are to run."""
+        return [*self._interrupted, *(job for job, _ in self._queue.positions())]
+
+    def _num_running(self, tenant: str) -> int:
+        return sum(job.tenant == tenant for job in self._running)
 
     async def _serve(self, lane: Lane) -> None:
         """One lane's life: the next job, to its end, and again."""
         while True:
-            self._num_idle_lanes += 1
-            while not self._queue:
-                self._has_jobs.clear()
-                await self._has_jobs.wait()
-            self._num_idle_lanes -= 1
-            if not await lane.is_alive():
-                # Found before the job begins, so that no job fails for what happened while nobody looked.
-                log.warning("a worker of an idle lane does not answer: the lane is restarted")
-                await _restart(lane)
-            if not self._queue:
-                continue
-            job = self._queue.pop(0)
-            job.state = video_pb2.JOB_STATE_RUNNING
-            run = run_session if job.source is None else run_refinement
-            session = asyncio.create_task(run(job, lane, clock=self._clock))
-            self._running[job.job_id] = session
-            self._announce_queue()
+            job = await self._next(lane)
+            with job_context(job.job_id):
+                session = asyncio.create_task(run_job(job, lane))
+            self._running[job] = session
             await asyncio.wait([session])
             # The lane is free again before the job is said to have ended, whatever happened in the session. Where it
             # cannot be freed the workers are replaced, which takes long: the job's readers are told first.
             is_clear = await _clear(lane, job)
-            del self._running[job.job_id]
-            self._end(job, _outcome(session, job))
+            del self._running[job]
+            self._settle(job, session)
             if not is_clear:
                 await _restart(lane)
-                self._shelf.sweep(job)  # what workers that were not cleared left while they lived
+                if job.ended.is_set():
+                    self._store.sweep(job)  # what workers that were not cleared left while they lived
+
+    async def _next(self, lane: Lane) -> Job:
+        """The next job for a lane, which is on it from now on."""
+        while True:
+            self._num_idle_lanes += 1
+            while not self._interrupted and not self._queue:
+                self._has_jobs.clear()
+                await self._has_jobs.wait()
+            self._num_idle_lanes -= 1
+            if not await lane.is_alive():
+                # Found before the job begins, so that no job is taken up again for what happened while nobody looked.
+                log.warning("a worker of an idle lane does not answer: the lane is restarted")
+                await _restart(lane)
+            if (job := self._pop()) is None:
+                self._num_idle_lanes += 1
+                await self._has_jobs.wait()
+                self._num_idle_lanes -= 1
+            elif self._begin(job):
+                return job
+
+    def _pop(self) -> Job | None:
+        """The next job that may run; None: there is none before `_has_jobs` is set."""
+        self._has_positions = False
+        if self._interrupted:
+            return self._interrupted.popleft()
+        job = self._queue.pop(lambda tenant: may_run_another(self.tenants, tenant, self._num_running(tenant)))
+        if job is None:
+            self._has_jobs.clear()
+        return job
+
+    def _begin(self, job: Job) -> bool:
+        """Notes that a job is on a lane; False if that ended it."""
+        try:
+            if job.state == video_pb2.JOB_STATE_RUNNING:
+                _resume(job)
+            self._store.set_running(job)
+        except PhaseError as error:
+            self._end(job, error)
+            return False
+        job.state = video_pb2.JOB_STATE_RUNNING
+        job.queue_position = 0
+        return True
+
+    def _settle(self, job: Job, session: asyncio.Task[None]) -> None:
+        """Ends a job whose session has ended, or leaves it to the next server."""
+        ends_with = self._ends_with.pop(job, None)
+        failure = None if session.cancelled() else session.exception()
+        is_cut_short = session.cancelled() or isinstance(failure, WorkerLostError)
+        if is_cut_short and ends_with is None and isinstance(self._refusal, ServerStoppingError):
+            log.info("job %s goes on when the server is back", job.job_id)
+            job.suspend()
+        elif session.cancelled():
+            self._end(job, ends_with or JobCancelledError("the job was cancelled"))
+        else:
+            self._end(job, None if failure is None else as_told(failure, job.job_id))
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
-        job.end(error)
-        self._shelf.add(job)
-        self._shelf.tidy()
+        if error is not None:
+            error.job_id, error.phase, error.chunk_index = job.job_id, job.phase.value, job.chunk_index
+            log.warning("job %s ended in phase %s: %s: %s", job.job_id, job.phase.value, error.reason, error)
+        self._pending_frames[job.tenant] -= job.clip.num_frames
+        self._store.end(job, error)
+        self._store.tidy()
+        self._has_jobs.set()  # its tenant may run another one
 
-    def _announce_queue(self) -> None:
-        for position, job in enumerate(self._queue):
-            job.wait_behind(position + (0 if self._num_idle_lanes else len(self._running)))
+    def _end_running(self, job: Job, error: GenerationError) -> None:
+        """Tells a job on a lane to end with an error, if it is on one. The first error counts."""
+        if (session := self._running.get(job)) is not None and job not in self._ends_with:
+            self._ends_with[job] = error
+            if not session.cancelling():
+                session.cancel()
+
+    def _end_late_jobs(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            *_, job = heapq.heappop(self._deadlines)
+            message = f"the job has not ended within the {job.deadline_s:g} s that its request allows"
+            if self._stop_waiting(job):
+                self._end(job, DeadlineError(message))
+            else:
+                self._end_running(job, DeadlineError(message))
+
+    def _count_positions(self) -> None:
+        """Lets every waiting job know how many are ahead of it, if that may have changed."""
+        if self._has_positions:
+            return
+        first = 0 if self._num_idle_lanes else len(self._running)
+        for position, job in enumerate(self._waiting(), first):
+            job.queue_position = position
+        self._has_positions = True
+
+    def _followed(self) -> Iterator[Job]:
+        """The jobs that somebody is told of, of all that have not ended."""
+        return (job for job in [*self._running, *self._waiting()] if job.log.num_followers)
 
     async def _tick(self) -> None:
-        """Keeps every live job's log from falling silent, whatever its workers are doing, and ages finished jobs."""
+        """Ends jobs that are late, and keeps the log of every job that is followed from falling silent, whatever its
+        workers are doing."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._shelf.tidy()
-            for job in [*self._queue, *(self._jobs[job_id] for job_id in self._running)]:
-                if not job.ended.is_set() and self._clock() - job.last_event_s >= HEARTBEAT_S:
+            self._end_late_jobs()
+            self._store.tidy()
+            for job in list(self._followed()):
+                if job not in self._running:
+                    self._count_positions()
+                    job.tell_position()
+                if self._clock() - job.last_event_s >= HEARTBEAT_S:
                     job.show_life()
+
+
+def _cost(job: Job) -> float:
+    """What a job takes of a lane, in pixels that are sampled: what tenants share alike."""
+    steps = job.plan.refine_audio.steps if job.source is not None else job.clip.steps
+    return max(1, job.clip.num_frames * job.clip.width * job.clip.height * steps)
+
+
+def _resume(job: Job) -> None:
+    """Announces that a job goes on that was on a lane of another server. Raises ResumeError if that is of no use."""
+    place = f"phase {types_pb2.Phase.Name(job.last_phase.phase).removeprefix('PHASE_').lower()}"
+    if job.last_phase.chunk_index >= 0:
+        place += f" of chunk {job.last_phase.chunk_index}"
+    if job.num_vain_resumes >= MAX_VAIN_RESUMES:
+        raise ResumeError(
+            f"the server was lost in {place} although the job had been taken up again {job.num_vain_resumes} times "
+            "without a chunk or a step that was new: the job may be what ends it"
+        )
+    job.resume(f"the server {'was stopped' if job.was_suspended else 'ended'} in {place}; the job goes on from there")
 
 
 async def _clear(lane: Lane, job: Job) -> bool:
@@ -242,20 +436,6 @@ async def _restart(lane: Lane) -> None:
             return
 
 
-async def _all_ended(jobs: Sequence[Job]) -> None:
+async def _all_left(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        await job.ended.wait()
-
-
-def _outcome(session: asyncio.Task[None], job: Job) -> GenerationError | None:
-    """What a finished session ended with, told as an error of its job."""
-    error: GenerationError
-    if session.cancelled():
-        error = JobCancelledError("the job was cancelled")
-    elif (failure := session.exception()) is None:
-        return None
-    else:
-        error = as_told(failure, job.job_id)
-    error.job_id, error.phase, error.chunk_index = job.job_id, job.phase.value, job.chunk_index
-    log.warning("job %s ended in phase %s: %s: %s", job.job_id, job.phase.value, error.reason, error)
-    return error
+        await job.left.wait()
