@@ -1,6 +1,6 @@
 """Three small workers that behave: real gRPC servers on unix sockets, real residency, made-up latents and media.
 
-Each can be told to fail or to wait at a named point, so that tests decide what happens and when.
+Each can be told to fail, to wait or to die at a named point, so that tests decide what happens and when.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import grpc
 import torch
+from grpc import aio
 from safetensors.torch import save
 from torch import nn
 
@@ -22,13 +25,14 @@ from core.geometry import chunk_table, num_samples
 from core.latents_file import FORMAT, SHIFTS, latent_shapes
 from core.phases import Worker
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import PhaseError, UnsupportedError
+from h3stream.errors import PhaseError, StartupError, UnsupportedError
 from h3stream.job import AdapterInfo, ModelPart
+from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
 from services.common.ledger import ResidencyLedger
 from services.common.preview_map import PreviewMap
 from services.common.residency import DeviceWeights
-from services.common.rpc import RpcServer
+from services.common.rpc import RpcServer, TokenInterceptor
 from services.common.tensors import to_parts
 from services.common.verbs import VerbRunner
 from services.common.worker import ServedWorker, WorkerServicer
@@ -75,6 +79,13 @@ class Script:
     """And the tensors that came with it."""
     calls: list[str] = field(default_factory=list)
     """Points passed, in order."""
+    deaths: set[str] = field(default_factory=set)
+    """Points at which the worker dies without a word, once each: of the above, or "WORKER.METHOD#N", the arrival of a
+    call."""
+    arrivals: list[str] = field(default_factory=list)
+    """Calls that arrived, in order, by the worker and the method."""
+    work: list[str] = field(default_factory=list)
+    """What was really done, in order: "sampled:INDEX", "cleaned:INDEX" (a clean forward), "decoded:INDEX" and so on."""
 
     async def reach(self, point: str) -> None:
         self.calls.append(point)
@@ -85,16 +96,50 @@ class Script:
 
 
 class FakeWorker:
-    def __init__(self, worker: Worker, ledger: Path) -> None:
+    def __init__(self, worker: Worker, ledger: Path, script: Script, die: Callable[[], None]) -> None:
+        """die: ends this worker as the kernel would, soon."""
         self.name = worker.value
         self.weights = DeviceWeights([nn.Linear(8, 8)], torch.device("cpu"), ResidencyLedger(ledger, worker.value))
         self.weight_digests = {f"{worker.value}/model.safetensors": "00" * 32}
         self.sessions: set[str] = set()
         self.parts = (ModelPart(worker.value, "diffusers", "model.safetensors", "F32", 72, 288),)
         self.adapters = ADAPTERS if worker is Worker.DIT else ()
+        self.script = script
+        self._die = die
+
+    async def reach(self, point: str) -> None:
+        await self.script.reach(point)
+        if point in self.script.deaths:
+            self.script.deaths.remove(point)
+            await self.die()
+
+    async def die(self) -> None:
+        self._die()
+        await asyncio.Event().wait()
 
     def session_ids(self) -> list[str]:
         return sorted(self.sessions)
+
+
+class Arrivals(aio.ServerInterceptor):
+    """Notes the calls to a worker, one of which may be its death."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    async def intercept_service(self, continuation, handler_call_details):
+        script = self.worker.script
+        name = f"{self.worker.name}.{handler_call_details.method.rpartition('/')[2]}"
+        point = f"{name}#{script.arrivals.count(name)}"
+        script.arrivals.append(name)
+        if point not in script.deaths:
+            return await continuation(handler_call_details)
+        script.deaths.remove(point)
+
+        async def die(requests, context):
+            await self.worker.die()
+
+        return grpc.stream_stream_rpc_method_handler(die)
 
 
 class FakeTextEncoder(workers_pb2_grpc.TextEncoderServiceServicer):
@@ -113,28 +158,56 @@ class FakeTextEncoder(workers_pb2_grpc.TextEncoderServiceServicer):
 
     async def Encode(self, request, context):
         self.worker.weights.require()
-        await self.script.reach("encode")
+        await self.worker.reach("encode")
         self.cache.add(request.prompt)
+        self.script.work.append("encoded")
         yield workers_pb2.EncodeResponse(header=workers_pb2.EmbeddingHeader(num_tokens=3))
         for part in to_parts("context", torch.ones(3, 4)):
             yield workers_pb2.EncodeResponse(tensor=part)
 
 
+@dataclass
+class DitSession:
+    """A clip in progress."""
+
+    clip: ClipSpec
+    noise: tuple[tuple[int, int], ...]
+    """Seeds by the first chunk of each."""
+    values: list[float] = field(default_factory=list)
+    """Of the chunks committed, which the next one's latents depend on."""
+    standing: float | None = None
+    """Of the chunk sampled last, which has yet to be committed."""
+    is_sampled: bool = False
+    """Whether a dense clip is there."""
+
+    def value(self, index: int) -> float:
+        """What the latents of the next chunk are full of."""
+        seed = [seed for first, seed in self.noise if first <= index][-1]
+        return (3 * (self.values[-1] if self.values else 0) + index + seed % 97) % 1009
+
+
 class FakeDit(workers_pb2_grpc.DitServiceServicer):
     def __init__(self, worker: FakeWorker, script: Script) -> None:
         self.worker, self.script = worker, script
-        self.clips: dict[str, object] = {}
+        self.clips: dict[str, DitSession] = {}
         self.previews: dict[str, types_pb2.PreviewSpec] = {}
-        self.sampled: set[str] = set()
-        """Dense sessions whose clip is there."""
 
     async def OpenSession(self, request_iterator, context):
-        self.worker.weights.require()
-        await self.script.reach("open")
-        header = (await anext(aiter(request_iterator))).header
-        self.clips[header.session_id] = clip_spec_from_proto(header.clip)
-        self.worker.sessions.add(header.session_id)
-        response = workers_pb2.DitServiceOpenSessionResponse(kv_storage=header.clip.kv_storage)
+        await self.worker.reach("open")
+        header, tensors = await received(request_iterator)
+        assert tensors.keys() == {"context"}
+        clip = clip_spec_from_proto(header.clip)
+        noise = tuple((segment.first_chunk, segment.seed) for segment in header.noise) or ((0, clip.seed),)
+        session = self.clips.get(header.session_id)
+        if session is None:
+            self.worker.weights.require()
+            session = self.clips[header.session_id] = DitSession(clip, noise)
+            self.worker.sessions.add(header.session_id)
+            self.script.work.append("prefilled")
+        assert (session.clip, session.noise) == (clip, noise)
+        response = workers_pb2.DitServiceOpenSessionResponse(
+            kv_storage=header.clip.kv_storage, num_committed_chunks=len(session.values)
+        )
         if header.HasField("preview"):
             assert len(header.preview_map.weights) == 72
             response.preview_unavailable_reason = self.script.no_encoder
@@ -155,35 +228,74 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         ]  # fmt: skip
 
     async def SampleChunk(self, request, context):
-        clip = self.clips[request.session_id]
-        if clip.mode == "dense":
-            await self.script.reach(f"slice:{request.chunk_index}")
-            if request.session_id not in self.sampled:
+        session, index = self.clips[request.session_id], request.chunk_index
+        if session.clip.mode == "dense":
+            await self.worker.reach(f"slice:{index}")
+            if not session.is_sampled:
                 raise UnsupportedError("sample the clip first")
+            value = dense_values(session)[index]
         else:
-            self.worker.weights.require()
-            for step in range(1, clip.steps + 1):
-                await self.script.reach(f"sample:{request.chunk_index}.{step}")
-                yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
-                for still in self.stills(request.session_id, request.chunk_index, step, clip.steps):
-                    yield workers_pb2.SampleChunkResponse(preview=still)
-        for part in to_parts("video", torch.full((1, 24, 2, 2, 2), float(request.chunk_index + clip.seed % 97))):
-            yield workers_pb2.SampleChunkResponse(tensor=part)
+            if index != len(session.values):
+                raise UnsupportedError(f"chunk {index} cannot be sampled: the next one is {len(session.values)}")
+            if session.standing is None:
+                async for response in self.sample(request.session_id, index):
+                    yield response
+                session.standing = session.value(index)
+                self.script.work.append(f"sampled:{index}")
+            value = session.standing
+        await self.worker.reach(f"latents:{index}")
+        parts = latent_parts(value)
+        yield workers_pb2.SampleChunkResponse(tensor=parts[0])
+        await self.worker.reach(f"half:{index}")
+        yield workers_pb2.SampleChunkResponse(tensor=parts[1])
+
+    async def sample(self, session_id: str, index: int):
+        """The forwards of a chunk."""
+        self.worker.weights.require()
+        steps = self.clips[session_id].clip.steps
+        for step in range(1, steps + 1):
+            await self.worker.reach(f"sample:{index}.{step}")
+            yield workers_pb2.SampleChunkResponse(step=workers_pb2.StepDone(step=step, num_steps=steps))
+            for still in self.stills(session_id, index, step, steps):
+                yield workers_pb2.SampleChunkResponse(preview=still)
+
+    async def RestoreChunk(self, request_iterator, context):
+        header, tensors = await received(request_iterator)
+        session, index = self.clips[header.session_id], header.chunk_index
+        await self.worker.reach(f"restore:{index}")
+        if index != len(session.values):
+            raise UnsupportedError(f"chunk {index} cannot be restored: the next one is {len(session.values)}")
+        value = torch.frombuffer(bytearray(tensors["video"]), dtype=torch.float32)[0].item()
+        assert b"".join(part.data for part in latent_parts(value)) == tensors["video"] + tensors["audio"]
+        assert session.standing in (None, value)
+        session.standing = value
+        self.script.work.append(f"restored:{index}")
+        return workers_pb2.RestoreChunkResponse()
 
     async def SampleDense(self, request, context):
+        session = self.clips[request.session_id]
+        if session.is_sampled:
+            return
         self.worker.weights.require()
-        clip = self.clips[request.session_id]
-        for step in range(1, clip.steps + 1):
-            await self.script.reach(f"dense:{step}")
-            yield workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=clip.steps))
-            for still in self.stills(request.session_id, -1, step, clip.steps):
+        steps = session.clip.steps
+        for step in range(1, steps + 1):
+            await self.worker.reach(f"dense:{step}")
+            yield workers_pb2.SampleDenseResponse(step=workers_pb2.StepDone(step=step, num_steps=steps))
+            for still in self.stills(request.session_id, -1, step, steps):
                 yield workers_pb2.SampleDenseResponse(preview=still)
-        self.sampled.add(request.session_id)
+        session.is_sampled = True
+        self.script.work.append("sampled")
 
     async def CommitChunk(self, request, context):
         self.worker.weights.require()
-        await self.script.reach(f"commit:{request.chunk_index}")
-        return workers_pb2.CommitChunkResponse(num_committed=request.chunk_index + 2)
+        session, index = self.clips[request.session_id], request.chunk_index
+        await self.worker.reach(f"commit:{index}")
+        if session.standing is None or index != len(session.values):
+            raise UnsupportedError(f"chunk {index} cannot be committed: {len(session.values)} are")
+        session.values.append(session.standing)
+        session.standing = None
+        self.script.work.append(f"cleaned:{index}")
+        return workers_pb2.CommitChunkResponse(num_committed=index + 2)
 
     async def RefineAudio(self, request_iterator, context):
         self.worker.weights.require()
@@ -196,7 +308,7 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         assert tensors.keys() == {*shapes, "context", *(["negative_context"] if spec.cfg != 1 else [])}
         for name, shape in shapes.items():
             assert len(tensors[name]) == math.prod(shape) * 4
-        await self.script.reach("refine:0")
+        await self.worker.reach("refine:0")
         message = workers_pb2.DitServiceRefineAudioResponse
         yield message(
             started=types_pb2.RefineStarted(
@@ -205,13 +317,14 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
             )
         )  # fmt: skip
         for step in range(1, spec.steps + 1):
-            await self.script.reach(f"refine:{step}")
+            await self.worker.reach(f"refine:{step}")
             mode = "build" if step == 1 else "cached"
+            self.script.work.append(f"refined:{step}")
             yield message(progress=types_pb2.RefineProgress(step=step, num_steps=spec.steps, mode=mode))
         yield message(
             summary=workers_pb2.RefineSummary(change=0.25, against_exact=0.125, sampling_s=2, exact_sampling_s=6)
         )
-        await self.script.reach("refined")
+        await self.worker.reach("refined")
         for name, like, is_wanted in (
             ("audio", "audio", True),
             ("video", "video", spec.video_denoise > 0),
@@ -223,59 +336,90 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
                     yield message(tensor=part)
 
     async def CloseSession(self, request, context):
-        await self.script.reach("close")
+        await self.worker.reach("close")
         was_open = request.session_id in self.worker.sessions
         self.worker.sessions.discard(request.session_id)
+        self.clips.pop(request.session_id, None)
         return workers_pb2.DitServiceCloseSessionResponse(was_open=was_open)
+
+
+@dataclass
+class VaeSession:
+    """A clip in progress."""
+
+    clip: ClipSpec
+    directory: Path
+    """Where artifacts go."""
+    artifacts: Sequence[str]
+    """Which."""
+    num_decoded: int = 0
+    num_fragments: int = 0
+    last_answer: list[workers_pb2.DecodeChunkResponse] = field(default_factory=list)
+    digest: Any = field(default_factory=hashlib.sha256)
+    """Of all latents, which every fragment and artifact depends on."""
 
 
 class FakeVae(workers_pb2_grpc.VaeServiceServicer):
     def __init__(self, worker: FakeWorker, script: Script) -> None:
         self.worker, self.script = worker, script
-        self.clips: dict[str, object] = {}
-        self.orders: dict[str, tuple[Path, Sequence[str]]] = {}
-        """Where artifacts go, and which."""
+        self.clips: dict[str, VaeSession] = {}
 
     async def OpenSession(self, request, context):
-        self.clips[request.session_id] = clip_spec_from_proto(request.clip)
-        self.orders[request.session_id] = Path(request.artifact_directory), request.artifacts
+        await self.worker.reach("open_vae")
+        asked = clip_spec_from_proto(request.clip), Path(request.artifact_directory), list(request.artifacts)
+        session = self.clips.setdefault(request.session_id, VaeSession(*asked))
+        assert (session.clip, session.directory, session.artifacts) == asked
         self.worker.sessions.add(request.session_id)
         failure = self.script.stream_failure if self.script.stream_end == 0 else ""
-        return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure)
+        return workers_pb2.VaeServiceOpenSessionResponse(stream_failure=failure, num_decoded_chunks=session.num_decoded)
 
     async def DecodeChunk(self, request_iterator, context):
-        self.worker.weights.require()
         requests = [r async for r in request_iterator]
         header = requests[0].header
-        await self.script.reach(f"decode:{header.chunk_index}")
-        clip = self.clips[header.session_id]
-        if REFINED_ARTIFACTS.keys() & set(self.orders[header.session_id][1]):
-            self.check_chunk(clip, header.chunk_index, requests[1:])
+        session, index = self.clips[header.session_id], header.chunk_index
+        if index != session.num_decoded - 1:
+            if index != session.num_decoded:
+                raise UnsupportedError(f"chunk {index} is out of order: next is {session.num_decoded}")
+            self.worker.weights.require()
+            await self.worker.reach(f"decode:{index}")
+            if REFINED_ARTIFACTS.keys() & set(session.artifacts):
+                self.check_chunk(session.clip, index, requests[1:])
+            session.last_answer = self.decoded(session, index, b"".join(r.tensor.data for r in requests[1:]))
+            session.num_decoded += 1
+            self.script.work.append(f"decoded:{index}")
+        for place, response in enumerate(session.last_answer):
+            await self.worker.reach(f"media:{index}.{place}")
+            yield response
+        await self.worker.reach(f"decoded:{index}")
+
+    def decoded(self, session: VaeSession, index: int, latents: bytes) -> list[workers_pb2.DecodeChunkResponse]:
+        """What a chunk completes."""
+        session.digest.update(latents)
+        clip = session.clip
         emitted = (0, *emission_table(clip.num_frames))
-        first, stop = emitted[header.chunk_index], emitted[header.chunk_index + 1]
+        first, stop = emitted[index], emitted[index + 1]
         end = self.script.stream_end
         if stop == first or (end is not None and stop > end):
             if end is not None and 0 < end == first:
-                yield workers_pb2.DecodeChunkResponse(stream_failure=self.script.stream_failure)
-            return
+                return [workers_pb2.DecodeChunkResponse(stream_failure=self.script.stream_failure)]
+            return []
+        answer = []
         if first == 0:
-            yield workers_pb2.DecodeChunkResponse(
-                init_segment=types_pb2.InitSegment(data=b"init", mime_type='video/mp4; codecs="avc1.64000a"')
-            )
-        latents = b"".join(r.tensor.data for r in requests[1:])
-        yield workers_pb2.DecodeChunkResponse(
-            fragment=types_pb2.Fragment(
-                data=b"fragment" + latents,
-                fragment_index=header.chunk_index,
-                chunk_index=header.chunk_index,
-                start_ticks=first * TICKS_PER_FRAME,
-                duration_ticks=(stop - first) * TICKS_PER_FRAME,
-                first_frame=first,
-                num_frames=stop - first,
-                num_samples_total=num_samples(clip.num_frames) * stop // clip.num_frames,
-                is_keyframe=True,
-            )
+            init = types_pb2.InitSegment(data=b"init", mime_type='video/mp4; codecs="avc1.64000a"')
+            answer.append(workers_pb2.DecodeChunkResponse(init_segment=init))
+        fragment = types_pb2.Fragment(
+            data=b"fragment" + latents + session.digest.digest(),
+            fragment_index=session.num_fragments,
+            chunk_index=index,
+            start_ticks=first * TICKS_PER_FRAME,
+            duration_ticks=(stop - first) * TICKS_PER_FRAME,
+            first_frame=first,
+            num_frames=stop - first,
+            num_samples_total=num_samples(clip.num_frames) * stop // clip.num_frames,
+            is_keyframe=True,
         )
+        session.num_fragments += 1
+        return [*answer, workers_pb2.DecodeChunkResponse(fragment=fragment)]
 
     def check_chunk(self, clip, chunk_index, requests):
         """The chunks of a refined clip are cut from whole tensors by the orchestrator."""
@@ -286,15 +430,23 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         assert shapes["audio"] == (*whole["audio"][:3], chunk.num_audio_latents)
 
     async def Finish(self, request, context):
-        await self.script.reach("finish")
-        directory, names = self.orders[request.session_id]
-        clip = self.clips[request.session_id]
+        await self.worker.reach("finish")
+        session = self.clips[request.session_id]
+        clip, directory, names = session.clip, session.directory, session.artifacts
+        if session.num_decoded < len(chunk_table(clip.num_frames)):
+            raise UnsupportedError(f"{session.num_decoded} chunks are decoded")
         full = [name for name in self.script.full if name in names]
-        return workers_pb2.FinishResponse(
-            artifacts=[write_artifact(directory, name, clip) for name in names if name in MADE and name not in full],
+        response = workers_pb2.FinishResponse(
+            artifacts=[
+                write_artifact(directory, name, clip, session.digest.digest())
+                for name in names
+                if name in MADE and name not in full
+            ],
             audio_health=types_pb2.AudioHealth(std=0.1, peak=0.5, normalisation_divisor=1),
             failures=[workers_pb2.ArtifactFailure(name=name, message="the disk is full") for name in full],
         )
+        await self.worker.reach("finished")
+        return response
 
     async def DecodeAudio(self, request_iterator, context):
         self.worker.weights.require()
@@ -302,11 +454,11 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         self.script.decode_headers.append(header)
         self.script.decode_inputs.append(tensors)
         clip = clip_spec_from_proto(header.clip)
-        await self.script.reach("decode_audio:0")
+        await self.worker.reach("decode_audio:0")
         message = workers_pb2.DecodeAudioResponse
         yield message(init_segment=types_pb2.InitSegment(data=b"refined init", mime_type='audio/mp4; codecs="mp4a"'))
         for index in range(2):
-            await self.script.reach(f"decode_audio:{index + 1}")
+            await self.worker.reach(f"decode_audio:{index + 1}")
             half = num_samples(clip.num_frames) // 2
             yield message(
                 fragment=types_pb2.Fragment(
@@ -328,15 +480,18 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             if name in self.script.full:
                 finished.failures.add(name=name, message="the disk is full")
             elif name == COMPARISON:
-                finished.artifacts.append(write_artifact(directory, name, clip))
+                finished.artifacts.append(write_artifact(directory, name, clip, b""))
             else:
                 source = Path(header.latents_file if name == "refined-latents.safetensors" else header.video_file)
-                data = name.encode() + source.read_bytes() + tensors["audio"]
+                data = source.read_bytes() + tensors["audio"]
                 finished.artifacts.append(write_artifact(directory, name, clip, data))
+        self.script.work.append("decoded")
+        await self.worker.reach("decode_audio:3")
         yield message(finished=finished)
 
     async def CloseSession(self, request, context):
-        await self.script.reach("close_vae")
+        await self.worker.reach("close_vae")
+        self.clips.pop(request.session_id, None)
         was_open = request.session_id in self.worker.sessions
         self.worker.sessions.discard(request.session_id)
         return workers_pb2.VaeServiceCloseSessionResponse(was_open=was_open)
@@ -373,10 +528,23 @@ def latents_file(clip, seed: int | None = None) -> bytes:
     )
 
 
-def write_artifact(directory: Path, name: str, clip, data: bytes | None = None) -> types_pb2.Artifact:
-    """Writes a file of some hundred kilobytes, always the same for its name; latents are those of a clip."""
-    if data is None:
-        data = latents_file(clip) if name == LATENTS else name.encode() * 40_000
+def latent_parts(value: float) -> list[types_pb2.TensorPart]:
+    """The latents of a chunk on the wire, one part each of its video and its audio."""
+    shapes = {"video": (1, 24, 2, 2, 2), "audio": (1, 32, 2, 3)}
+    return [part for name, shape in shapes.items() for part in to_parts(name, torch.full(shape, value))]
+
+
+def dense_values(session: DitSession) -> list[float]:
+    """What the latents of the chunks of a dense clip are full of: those of a streamed clip of its seed."""
+    streamed = DitSession(session.clip, session.noise)
+    for chunk in chunk_table(session.clip.num_frames):
+        streamed.values.append(streamed.value(chunk.index))
+    return streamed.values
+
+
+def write_artifact(directory: Path, name: str, clip, data: bytes) -> types_pb2.Artifact:
+    """Writes a file with some data and of some hundred kilobytes; latents are those of a clip."""
+    data = latents_file(clip) if name == LATENTS else name.encode() * 40_000 + data
     (directory / name).write_bytes(data)
     return types_pb2.Artifact(
         name=name,
@@ -397,33 +565,55 @@ _REGISTER = {
 class FakeLaneHost:
     """Hosts the three in this process; `kill` ends one without a word."""
 
+    token = "a-token-of-the-workers"
+
     def __init__(self, directory: Path, script: Script) -> None:
         self.directory = directory
         self.ledger = directory / "residency.jsonl"
         self.script = script
         self.workers: dict[Worker, FakeWorker] = {}
         self.num_starts = 0
+        """Of all three at once."""
+        self.restarts: list[Worker] = []
+        """Those that were started anew by themselves, in order."""
+        self.refusals: list[StartupError] = []
+        """What the next starts of one worker end with."""
         self.preview_map: PreviewMap | None = PreviewMap((0.0,) * 72, (0.5,) * 3)
         """Of the VAE worker, from its next start on."""
         self._servers: dict[Worker, RpcServer] = {}
         self._runners: list[VerbRunner] = []
+        self._dying: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Mapping[Worker, str]:
         self.num_starts += 1
-        addresses = {}
-        for worker, (service, register) in _REGISTER.items():
-            fake = FakeWorker(worker, self.ledger)
-            runner = VerbRunner(worker.value)
-            server = RpcServer(())
-            preview_map = self.preview_map if worker is Worker.VAE else None
-            served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters, preview_map=preview_map)
-            workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
-            register(service(fake, self.script), server.server)
-            # Known before it starts: who is cancelled in the middle of a start stops what there is.
-            self.workers[worker], self._servers[worker] = fake, server
-            self._runners.append(runner)
-            addresses[worker] = await server.start(f"unix:{self.directory}/{self.num_starts}-{worker.value}.sock")
-        return addresses
+        return {worker: await self._start(worker) for worker in _REGISTER}
+
+    async def restart(self, worker: Worker) -> str:
+        await self.kill(worker)
+        if self.refusals:
+            raise self.refusals.pop()
+        self.restarts.append(worker)
+        return await self._start(worker)
+
+    async def _start(self, worker: Worker) -> str:
+        service, register = _REGISTER[worker]
+        fake = FakeWorker(worker, self.ledger, self.script, lambda: self._dies(worker))
+        runner = VerbRunner(worker.value)
+        server = RpcServer((), [TokenInterceptor(self.token), Arrivals(fake)])
+        preview_map = self.preview_map if worker is Worker.VAE else None
+        served = ServedWorker(fake, runner, "", lambda _: None, adapters=fake.adapters, preview_map=preview_map)
+        workers_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(served), server.server)
+        register(service(fake, self.script), server.server)
+        # Known before it starts: who is cancelled in the middle of a start stops what there is.
+        self.workers[worker], self._servers[worker] = fake, server
+        self._runners.append(runner)
+        name = f"{self.num_starts}-{len(self.restarts)}-{worker.value}"
+        return await server.start(f"unix:{self.directory}/{name}.sock")
+
+    def _dies(self, worker: Worker) -> None:
+        dying = asyncio.create_task(self.kill(worker))
+        self._dying.add(dying)
+        dying.add_done_callback(self._dying.discard)
 
     async def kill(self, worker: Worker) -> None:
         await self._servers[worker].stop(grace_s=0)
