@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from h3stream.errors import PhaseError
-from h3stream.v1 import records_pb2, types_pb2
+from h3stream.v1 import types_pb2
 from orchestrator.job_files import sweep, write_job_end
 from orchestrator.journal import JobRow, Journal
-from orchestrator.stock import enter_end, load_job, remove, stored_bytes
+from orchestrator.stock import load_job, remove, stored_bytes
 
 log = logging.getLogger(__name__)
 
@@ -35,58 +35,18 @@ class Limits:
 class Shelf:
     """The finished jobs, as the journal has them, in the order in which they ended."""
 
-    def __init__(
-        self,
-        data_directory: Path,
-        journal: Journal,
-        limits: Limits,
-        wall_clock: Callable[[], float],
-        forget: Callable[[str], object],
-    ) -> None:
-        """forget: called with the name of a job whose files are about to change or to go: what is known of it beside
-        them is no longer true."""
+    def __init__(self, data_directory: Path, journal: Journal, limits: Limits, wall_clock: Callable[[], float]) -> None:
         self._jobs_directory = data_directory / "jobs"
         self._record_path = data_directory / REMOVED_NAME
         self._journal = journal
         self._limits = limits
         self._wall_clock = wall_clock
-        self._forget = forget
-        self._unwritten: dict[str, records_pb2.JobEnd] = {}  # ends that are told, but are not on the disk yet
-
-    def end(self, end: records_pb2.JobEnd) -> None:
-        """Writes down that a job has ended and sweeps its directory; to be called before anyone is told.
-
-        An end that cannot be written is tried again by every `tidy`.
-        """
-        job_id = end.job.job_id
-        try:
-            enter_end(self._journal, self._jobs_directory / job_id, end)
-        except PhaseError as error:
-            if job_id not in self._unwritten:
-                log.error("the end of job %s cannot be written yet: %s", job_id, error)
-            self._unwritten[job_id] = end
-        else:
-            self._unwritten.pop(job_id, None)
-
-    def sweep(self, end: records_pb2.JobEnd) -> None:
-        """Removes of an ended job's directory what it does not list, once more."""
-        sweep(self._jobs_directory / end.job.job_id, end.job)
-
-    def remove(self, job_id: str, reason: str) -> None:
-        """Removes an ended job with all it has. Raises PhaseError if it stays.
-
-        reason: for the record, in a sentence.
-        """
-        if (row := self._journal.row(job_id)) is not None:
-            self._remove_job(row, reason)
 
     def tidy(self) -> None:
         """Removes what is beyond the limits, the oldest first. The newest artifacts are never too large.
 
-        What cannot be removed, or ended, is left to the next call.
+        What cannot be removed is left to the next call.
         """
-        for end in list(self._unwritten.values()):
-            self.end(end)
         try:
             while self._journal.num_ended > self._limits.num_jobs and (row := self._journal.oldest_ended()) is not None:
                 self._remove_job(row, f"more than {self._limits.num_jobs} jobs have finished (kept_jobs)")
@@ -109,9 +69,7 @@ class Shelf:
 
     def _remove_job(self, row: JobRow, reason: str) -> None:
         self._record(row, self._artifacts(row), reason)
-        self._forget(row.job_id)
         remove(self._journal, self._jobs_directory / row.job_id)  # readers of its log keep the open file
-        self._unwritten.pop(row.job_id, None)
 
     def _remove_artifacts(self, row: JobRow, reason: str) -> None:
         """Removes a job's artifacts; its end tells of it first, so that it never lists what is gone."""
@@ -125,7 +83,6 @@ class Shelf:
             gone = end.job.removed_artifacts.add(name=artifact.name, message=reason)
             gone.remove_time.FromNanoseconds(int(self._wall_clock() * 1e9))
         del end.job.artifacts[:]
-        self._forget(row.job_id)
         try:
             write_job_end(directory, end)
         except PhaseError:  # a full disk, which removing makes room on
