@@ -12,6 +12,8 @@ from asyncio.subprocess import PIPE, Process
 
 from h3stream.errors import StartupError
 from orchestrator.edge import GRACE_S, STOP
+from orchestrator.edge_settings import EdgeSettings
+from services.common.options import texts_of
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +28,18 @@ _ANNOUNCEMENT = "listening on "
 class EdgeProcess:
     """One edge, on one address."""
 
-    def __init__(self, core: str) -> None:
-        """core: address that the edge asks."""
-        self._core = core
+    def __init__(self, core: str, settings: EdgeSettings | None = None) -> None:
+        """core: address that the edge asks.  settings: None: the defaults."""
+        self._arguments = ["--core", core]
+        for name, text in texts_of(settings or EdgeSettings()).items():
+            self._arguments += [f"--{name.replace('_', '-')}", text]
         self._process: Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> str:
         """Serves on "HOST:PORT" (port 0: any free one); returns the address to dial.
 
-        Raises StartupError if the address cannot be bound.
+        Raises StartupError if the address cannot be bound or a file of the settings cannot be used.
         """
         address = await self._spawn(listen)
         self._watching = asyncio.create_task(self._watch(address))
@@ -71,7 +75,7 @@ class EdgeProcess:
         # As this interpreter finds modules: a folder of the user's that happens to be called `orchestrator` is none.
         python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
         self._process = await asyncio.create_subprocess_exec(
-            *python, "-m", "orchestrator.edge", "--listen", listen, "--core", self._core, stdin=PIPE, stdout=PIPE
+            *python, "-m", "orchestrator.edge", "--listen", listen, *self._arguments, stdin=PIPE, stdout=PIPE
         )
         assert self._process.stdout is not None
         line = (await self._process.stdout.readline()).decode().strip()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h3stream.errors import ConfigError
-
-LOG_FORMATS = ("text", "json")
+from services.common.logs import LOG_FORMATS
 
 
 @dataclass(frozen=True)

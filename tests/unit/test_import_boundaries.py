@@ -39,6 +39,7 @@ STOPS_AT = {
         "orchestrator/access/guard.py",
         "orchestrator/access/tls.py",
         "orchestrator/edge.py",
+        "orchestrator/edge_health.py",
         "orchestrator/servicer.py",
         "orchestrator/worker_clients.py",
         "orchestrator/__main__.py",
