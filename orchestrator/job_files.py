@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from h3stream.errors import PhaseError, ResumeError
 from h3stream.v1 import records_pb2, video_pb2
+from services.common.files import fsync_directory as fsync_directory
 from services.common.files import remove, write_whole
 
 log = logging.getLogger(__name__)
@@ -113,20 +113,10 @@ def sweep(directory: Path, job: video_pb2.Job) -> None:
             remove(path)
 
 
-def fsync_directory(path: Path) -> None:
-    """Puts the names in a directory on the disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _write(path: Path, record: Record) -> None:
     data = record.SerializeToString(deterministic=True)
     try:
         write_whole(path, data + _SEAL + hashlib.sha256(data).digest())
-        fsync_directory(path.parent)
     except OSError as error:
         raise PhaseError(f"{path.name} of the job cannot be written: {error.strerror}") from error
 

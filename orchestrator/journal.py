@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from h3stream.errors import FieldViolation, PhaseError, StartupError
 from h3stream.fields import invalid_request
-from orchestrator.job_files import fsync_directory
+from services.common.files import fsync_directory
 
 log = logging.getLogger(__name__)
 

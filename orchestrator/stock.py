@@ -23,6 +23,7 @@ from core.artifacts import ARTIFACTS, PROVENANCE, REFINED_ARTIFACTS
 from h3stream.errors import JobCancelledError, PhaseError, ResumeError, StartupError
 from h3stream.v1 import records_pb2, types_pb2, video_pb2
 from orchestrator.caller import DEFAULT_TENANT
+from orchestrator.job import RESUMED
 from orchestrator.job_files import (
     END_NAME,
     INCOMING_NAME,
@@ -159,6 +160,10 @@ class _History:
     """Events that are whole."""
     num_frames: int = 0
     """Frames emitted."""
+    num_resumes: int = 0
+    """How often it was taken up again."""
+    has_run: bool = False
+    """Whether it has been on a lane."""
     phase: video_pb2.PhaseChange = field(
         default_factory=lambda: video_pb2.PhaseChange(phase=types_pb2.PHASE_QUEUED, chunk_index=-1)
     )
@@ -204,14 +209,15 @@ def _found(jobs_directory: Path, names: set[str]) -> Iterator[JobRow]:
         if not any((directory / known).exists() for known in (RECORD_NAME, END_NAME, LOG_NAME)):
             log.warning("%s is no job's directory, and is left alone", directory)
             continue
+        history = _read_history(directory / LOG_NAME)
         record, _ = _try(read_job_record, directory)
         if record is None:
             end, _ = _try(read_job_end, directory)
             # Nobody's, where it cannot be told whose it is: other tenants must not see it.
             tenant = "" if (directory / RECORD_NAME).exists() else DEFAULT_TENANT
-            history = _read_history(directory / LOG_NAME)
             record = _record_from(directory, tenant, history.ended_s, history, end)
-        yield row_of(record)
+        state: State = "running" if history.has_run else "queued"
+        yield dataclasses.replace(row_of(record), state=state, num_resumes=history.num_resumes)
 
 
 def _try(read: Callable[[Path], T], directory: Path) -> tuple[T | None, str]:
@@ -234,6 +240,9 @@ def _read_history(path: Path) -> _History:
                     history.plan = event.accepted.plan
                 case "phase":
                     history.phase = event.phase
+                    history.has_run = True
+                case "warning":
+                    history.num_resumes += event.warning.reason == RESUMED
                 case "fragment":
                     history.num_frames += event.fragment.num_frames
                 case "completed":
