@@ -3,11 +3,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.geometry import chunk_table
 from h3stream.request import ClipSpec
-from services.dit.noise import ClipNoise, dense_noise
-from services.dit.rows import audio_rows
+from services.dit.noise import ClipNoise, NoiseSegment, dense_noise
+from services.dit.rows import ChunkLatents, audio_rows
 
 CPU = torch.device("cpu")
 
@@ -63,3 +65,36 @@ def test_dense_noise_is_video_latents_and_then_audio_rows(clip: ClipSpec) -> Non
     assert torch.equal(noise.video, torch.randn(1, 24, 22, 2, 4, generator=generator))
     assert torch.equal(audio_rows(noise.audio), torch.randn(2 * 122, 32, generator=generator))
     assert noise.audio.shape == (1, 32, 2, 122)
+
+
+def draws(noise: ClipNoise, clip: ClipSpec) -> list[list[ChunkLatents]]:
+    """All draws of each chunk, drawn in the order in which a rollout draws them."""
+    return [
+        [noise.initial(chunk), *(noise.step(chunk) for _ in range(clip.steps)), noise.context(chunk)]
+        for chunk in chunk_table(clip.num_frames)
+    ]
+
+
+@given(
+    first_chunks=st.sets(st.integers(1, 4), max_size=4),
+    seeds=st.lists(st.sampled_from((7, 8, 2**40)), min_size=5, max_size=5),
+)
+@settings(max_examples=30)
+def test_from_its_first_chunk_on_a_seed_draws_what_its_own_clip_would(first_chunks: set[int], seeds: list[int]) -> None:
+    clip = ClipSpec(73, 64, 32, 2, 12.0, 3.0, 1, 1, "gpu", 7)
+    segments = [NoiseSegment(*pair) for pair in zip((0, *sorted(first_chunks)), seeds, strict=False)]
+    found = draws(ClipNoise(clip, CPU, segments), clip)
+    for index, drawn in enumerate(found):
+        seed = max((s for s in segments if s.first_chunk <= index), key=lambda s: s.first_chunk).seed
+        expected = draws(ClipNoise(dataclasses.replace(clip, seed=seed), CPU), clip)[index]
+        for ours, theirs in zip(drawn, expected, strict=True):
+            assert torch.equal(ours.video, theirs.video)
+            assert torch.equal(ours.audio, theirs.audio)
+
+
+def test_a_clip_of_many_seeds_holds_no_more_noise_than_one_of_one(clip: ClipSpec) -> None:
+    segments = [NoiseSegment(index, index) for index in range(5)]
+    for noise in (ClipNoise(clip, CPU), ClipNoise(clip, CPU, segments)):
+        for kept in (noise._initial, noise._context):
+            assert kept.video.untyped_storage().nbytes() == 4 * 24 * 22 * 2 * 4
+            assert kept.audio.untyped_storage().nbytes() == 4 * 32 * 2 * 122

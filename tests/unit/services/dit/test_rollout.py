@@ -13,6 +13,7 @@ from h3stream.request import KV_STORAGES, ClipSpec, KvStorage
 from services.common.verbs import VerbCancelled
 from services.dit.adapters import AdapterBank, AdapterMix
 from services.dit.model import H3Dit
+from services.dit.noise import NoiseSegment
 from services.dit.rollout import Rollout
 from services.dit.rows import ChunkLatents
 from services.dit.weights import load_transformer
@@ -158,8 +159,116 @@ def test_chunks_come_in_order(open_rollout: Any, clip: ClipSpec) -> None:
 
 @pytest.mark.parametrize("index", [-1, TAIL + 1])
 def test_a_chunk_that_does_not_exist_is_refused(open_rollout: Any, clip: ClipSpec, index: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"chunk {index} does not exist; the clip has chunks 0 to 4"):
-        open_rollout(clip).sample(index, ignore, never)
+    rollout = open_rollout(clip)
+    latents = rollout.sample(0, ignore, never)
+    for call in (lambda: rollout.sample(index, ignore, never), lambda: rollout.restore(index, latents)):
+        with pytest.raises(InvalidRequestError, match=f"chunk {index} does not exist; the clip has chunks 0 to 4"):
+            call()
+
+
+def resumed(rollout: Rollout, chunks: list[ChunkLatents]) -> list[ChunkLatents]:
+    """The chunks behind those that are restored."""
+    for index, latents in enumerate(chunks):
+        rollout.restore(index, latents)
+        rollout.commit(index)
+    rest = []
+    for index in range(len(chunks), TAIL + 1):
+        rest.append(rollout.sample(index, ignore, never))
+        if index < TAIL:
+            rollout.commit(index)
+    return rest
+
+
+def test_restored_chunks_come_in_order_and_the_last_one_may_be_restored_again(
+    open_rollout: Any, clip: ClipSpec
+) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    with pytest.raises(UnsupportedError, match="chunk 1 cannot be sampled or restored now: the next one is chunk 0"):
+        rollout.restore(1, expected[1])
+    rollout.restore(0, expected[0])
+    rollout.restore(0, expected[0])
+    with pytest.raises(InvalidRequestError, match="chunk 0 stands with other latents, which are not replaced"):
+        rollout.restore(0, expected[1])
+    assert rollout.sampled(0) is not None
+    rollout.commit(0)
+    rollout.restore(0, expected[0])  # also when its answer came late
+    assert rollout.is_committed(0)
+    with pytest.raises(UnsupportedError, match="chunk 0 cannot be committed"):
+        rollout.commit(0)
+    assert_same([rollout.sample(1, ignore, never)], expected[1:2])
+    with pytest.raises(UnsupportedError, match="the next one is chunk 1"):
+        rollout.restore(0, expected[0])
+    assert (rollout.num_noise_forwards, rollout.num_clean_forwards) == (2, 1)
+
+
+def test_what_was_sampled_is_not_replaced_by_what_is_restored(open_rollout: Any, clip: ClipSpec) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    rollout.sample(0, ignore, never)
+    with pytest.raises(InvalidRequestError, match="stands with other latents"):
+        rollout.restore(0, ChunkLatents(expected[0].video, -expected[0].audio))
+    rollout.restore(0, expected[0])
+    rollout.commit(0)
+    assert_same([rollout.sample(1, ignore, never)], expected[1:2])
+
+
+def test_a_chunk_that_was_cancelled_can_be_restored(open_rollout: Any, clip: ClipSpec) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    answers = iter([False, True])
+    with pytest.raises(VerbCancelled):
+        rollout.sample(0, ignore, lambda: next(answers))
+    assert_same(resumed(rollout, expected[:1]), expected[1:])
+
+
+def test_the_last_chunk_may_be_restored_and_is_never_committed(open_rollout: Any, clip: ClipSpec) -> None:
+    expected = run(open_rollout(clip))
+    rollout = open_rollout(clip)
+    for index, latents in enumerate(expected[:TAIL]):
+        rollout.restore(index, latents)
+        rollout.commit(index)
+    rollout.restore(TAIL, expected[TAIL])
+    standing = rollout.sampled(TAIL)
+    assert standing is not None
+    assert_same([standing], expected[TAIL:])
+    with pytest.raises(UnsupportedError, match="the last of the clip"):
+        rollout.commit(TAIL)
+
+
+SEGMENTS = (NoiseSegment(0, 7), NoiseSegment(2, 8), NoiseSegment(3, 9))
+
+
+def test_a_clip_of_several_seeds_goes_on_from_every_boundary(
+    parts: tuple[H3Dit, AdapterBank], context: torch.Tensor, token_tags: torch.Tensor, clip: ClipSpec
+) -> None:
+    def make() -> Rollout:
+        rollout = Rollout(*parts, RAVEN, clip, len(context), CPU, SEGMENTS)
+        rollout.prefill(context, token_tags)
+        return rollout
+
+    expected = run(make())
+    for boundary in range(TAIL + 1):
+        assert_same(resumed(make(), expected[:boundary]), expected[boundary:])
+
+
+def test_a_seed_changes_a_clip_from_its_first_chunk_on_and_the_same_seed_does_not(
+    parts: tuple[H3Dit, AdapterBank],
+    open_rollout: Any,
+    context: torch.Tensor,
+    token_tags: torch.Tensor,
+    clip: ClipSpec,
+) -> None:
+    def make(*segments: NoiseSegment) -> list[ChunkLatents]:
+        rollout = Rollout(*parts, RAVEN, clip, len(context), CPU, segments)
+        rollout.prefill(context, token_tags)
+        return run(rollout)
+
+    base = run(open_rollout(clip))
+    assert_same(make(NoiseSegment(0, 7), NoiseSegment(2, 7)), base)
+    other = make(NoiseSegment(0, 7), NoiseSegment(2, 8))
+    assert_same(other[:2], base[:2])
+    assert not torch.equal(other[2].video, base[2].video)
 
 
 def test_the_last_chunk_is_never_committed(open_rollout: Any, clip: ClipSpec) -> None:

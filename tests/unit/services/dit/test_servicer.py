@@ -25,6 +25,7 @@ from services.common.tensors import TensorAssembler, to_parts
 from services.dit.config import DitConfig
 
 OPEN = workers_pb2.DitServiceOpenSessionRequest
+RESTORE = workers_pb2.RestoreChunkRequest
 F32 = (torch.float32,)
 MAP = PreviewMap((0.125,) * 72, (0.5,) * 3)
 
@@ -78,6 +79,11 @@ class Dit:
 
     async def commit(self, index: int) -> workers_pb2.CommitChunkResponse:
         return await self.stub.CommitChunk(workers_pb2.CommitChunkRequest(session_id="s", chunk_index=index))
+
+    async def restore(self, index: int, latents: dict[str, torch.Tensor]) -> None:
+        header = workers_pb2.RestoreChunkHeader(session_id="s", chunk_index=index)
+        parts = [part for name, tensor in latents.items() for part in to_parts(name, tensor)]
+        await self.stub.RestoreChunk(iter([RESTORE(header=header), *(RESTORE(tensor=part) for part in parts)]))
 
     async def close(self) -> workers_pb2.DitServiceCloseSessionResponse:
         return await self.stub.CloseSession(workers_pb2.DitServiceCloseSessionRequest(session_id="s"))
@@ -255,6 +261,61 @@ async def test_a_cancelled_dense_call_stops_within_one_forward_and_goes_on_to_th
     assert torch.equal(again["video"], untouched["video"])
     assert torch.equal(again["audio"], untouched["audio"])
     assert (await dit.close()).num_noise_forwards == 20
+
+
+async def test_a_session_is_taken_up_where_it_was_lost(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    noise = [workers_pb2.NoiseSegment(seed=3), workers_pb2.NoiseSegment(first_chunk=1, seed=2**63)]
+    await dit.enter()
+    assert (await dit.open(clip, context, token_tags, noise=noise)).num_committed_chunks == 0
+    sampled = []
+    for index in range(5):
+        sampled.append((await dit.sample(index))[1])
+        if index < 4:
+            await dit.commit(index)
+        assert (await dit.open(clip, context, token_tags, noise=noise)).num_committed_chunks == min(index + 1, 4)
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.open(clip, context, token_tags)
+    assert "open with another noise" in from_rpc_error(raised.value).message
+    await dit.close()
+    await dit.open(clip, context, token_tags, noise=noise)
+    for index in range(2):
+        await dit.restore(index, sampled[index])
+        await dit.commit(index)
+    for index in range(2, 5):
+        steps, latents = await dit.sample(index)
+        assert len(steps) == 2
+        assert torch.equal(latents["video"], sampled[index]["video"])
+        assert torch.equal(latents["audio"], sampled[index]["audio"])
+        if index < 4:
+            await dit.commit(index)
+
+
+async def test_what_cannot_be_restored_is_refused_with_the_reason(
+    dit: Dit, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(grpc.RpcError) as raised:
+        await dit.restore(0, {})
+    assert isinstance(from_rpc_error(raised.value), UnsupportedError)
+    await dit.enter()
+    await dit.open(clip, context, token_tags)
+    _, latents = await dit.sample(0)
+    await dit.close()
+    await dit.open(clip, context, token_tags)
+    for index, sent, cls, message in (
+        (5, latents, InvalidRequestError, "chunk 5 does not exist; the clip has chunks 0 to 4"),
+        (0, {"video": latents["video"]}, InvalidRequestError, "tensor 'audio' is missing"),
+        (0, latents | {"audio": latents["audio"][..., :-1]}, InvalidRequestError, "expected torch.float32"),
+        (0, latents | {"audio": latents["audio"] * torch.nan}, InvalidRequestError, "1856 values that are not finite"),
+        (3, latents, UnsupportedError, "the next one is chunk 0"),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            await dit.restore(index, sent)
+        error = from_rpc_error(raised.value)
+        assert isinstance(error, cls)
+        assert message in error.message
+    await dit.restore(0, latents)
 
 
 async def test_a_streaming_session_is_not_sampled_as_a_whole(

@@ -10,12 +10,22 @@ import pytest
 import torch
 
 from h3stream.adapters import AdapterUse
-from h3stream.errors import CheckpointError, ConfigError, DeviceMemoryError, InvalidRequestError, UnsupportedError
+from h3stream.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    InvalidRequestError,
+    OverloadedError,
+    UnsupportedError,
+)
 from h3stream.request import ClipSpec
 from services.common.config import AdapterSource
 from services.common.ledger import read_ledger
+from services.common.sessions import MAX_SESSIONS
 from services.common.verbs import VerbCancelled
 from services.dit.config import DitConfig
+from services.dit.noise import NoiseSegment
+from services.dit.rows import ChunkLatents
 from services.dit.worker import DitWorker
 from tests.adapter_files import named, official_pairs, write
 from tests.raven_vectors import FIXTURES
@@ -203,6 +213,114 @@ def test_opening_again_with_the_same_clip_changes_nothing_and_with_another_is_re
     assert session.session_ids() == ["s"]
 
 
+SEEDS = (NoiseSegment(0, 7), NoiseSegment(2, 8))
+
+
+def test_an_open_session_keeps_its_noise(
+    worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    def opened(name: str, *noise: NoiseSegment) -> None:
+        worker.open_session(name, clip, context, token_tags, never, noise)
+
+    opened("own")
+    opened("own", NoiseSegment(0, clip.seed))  # says the same
+    opened("two", *SEEDS)
+    opened("two", *SEEDS)
+    for name, noise in (("own", SEEDS), ("own", (NoiseSegment(0, 8),)), ("two", ()), ("two", SEEDS[:1])):
+        with pytest.raises(InvalidRequestError, match=f"session '{name}' is open with another noise"):
+            opened(name, *noise)
+
+
+@pytest.mark.parametrize(
+    ("first_chunks", "message"),
+    [
+        ((1,), "noise begins with chunk 1; its first segment must be from chunk 0"),
+        ((-1, 0), "noise begins with chunk -1"),
+        ((0, 0), "a segment from chunk 0 behind one from chunk 0; they must ascend"),
+        ((0, 3, 2), "a segment from chunk 2 behind one from chunk 3"),
+        ((0, 5), "a segment from chunk 5 behind one from chunk 0; they must ascend up to the last chunk, 4"),
+    ],
+)
+def test_noise_that_does_not_fit_the_clip_is_refused(
+    worker: DitWorker,
+    clip: ClipSpec,
+    context: torch.Tensor,
+    token_tags: torch.Tensor,
+    first_chunks: tuple[int, ...],
+    message: str,
+) -> None:
+    noise = [NoiseSegment(first_chunk, 1) for first_chunk in first_chunks]
+    with pytest.raises(InvalidRequestError, match=message):
+        worker.open_session("s", clip, context, token_tags, never, noise)
+    assert worker.session_ids() == []
+
+
+def test_a_dense_clip_has_one_seed(
+    worker: DitWorker, dense_clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    with pytest.raises(InvalidRequestError, match="a dense clip is sampled at once, from its own seed"):
+        worker.open_session("d", dense_clip, context, token_tags, never, SEEDS)
+    worker.open_session("d", dense_clip, context, token_tags, never, [NoiseSegment(0, dense_clip.seed)])
+    latents = ChunkLatents(torch.zeros(1, 24, 5, 2, 4), torch.zeros(1, 32, 2, 29))
+    with pytest.raises(UnsupportedError, match="'d' has a dense clip, which has no KV cache: nothing to restore"):
+        worker.restore_chunk("d", 0, latents)
+
+
+def test_a_lost_session_is_taken_up_by_another_worker_without_a_phase_for_what_is_restored(
+    session: DitWorker, model_directory: Path, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    sampled = []
+    for index in range(3):
+        sampled.append(session.sample_chunk("s", index, ignore, never))
+        session.commit_chunk("s", index, never)
+    expected = session.sample_chunk("s", 3, ignore, never)
+
+    other = DitWorker(DitConfig(model_directory, device="cpu", compute_dtype="float32"))
+    other.weights.enter()
+    other.open_session("s", clip, context, token_tags, never)
+    for index, latents in enumerate(sampled):
+        other.weights.leave()
+        other.restore_chunk("s", index, latents)
+        other.restore_chunk("s", index, latents)
+        assert torch.equal(other.sample_chunk("s", index, ignore, never).video, latents.video)
+        other.weights.enter()
+        other.commit_chunk("s", index, never)
+    found = other.sample_chunk("s", 3, ignore, never)
+    assert torch.equal(found.video, expected.video)
+    assert torch.equal(found.audio, expected.audio)
+    stats = other.close_session("s")
+    assert stats is not None
+    assert (stats.num_noise_forwards, stats.num_clean_forwards) == (2, 3)
+
+
+def test_latents_that_cannot_be_a_chunks_are_refused_and_cost_nothing(session: DitWorker) -> None:
+    right = ChunkLatents(torch.zeros(1, 24, 5, 2, 4), torch.zeros(1, 32, 2, 29))
+    nan = ChunkLatents(right.video, torch.full_like(right.audio, torch.nan))
+    infinite = ChunkLatents(torch.full_like(right.video, torch.inf), right.audio)
+    for latents, message in (
+        (ChunkLatents(right.video[:, :, :4], right.audio), "the latents of chunk 0 have shapes"),
+        (nan, "tensor 'audio' holds 1856 values that are not finite"),
+        (infinite, "tensor 'video' holds 960 values that are not finite"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            session.restore_chunk("s", 0, latents)
+    with pytest.raises(UnsupportedError, match="no session 'ghost'"):
+        session.restore_chunk("ghost", 0, right)
+    session.restore_chunk("s", 0, right)
+
+
+def test_only_so_many_sessions_are_open_at_a_time(
+    worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
+) -> None:
+    for number in range(MAX_SESSIONS):
+        worker.open_session(str(number), clip, context, token_tags, never)
+    with pytest.raises(OverloadedError, match="16 sessions are open"):
+        worker.open_session("more", clip, context, token_tags, never)
+    worker.open_session("0", clip, context, token_tags, never)
+    worker.close_session("0")
+    worker.open_session("more", clip, context, token_tags, never)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -232,6 +350,8 @@ def test_a_clip_that_cannot_be_made_is_refused_before_anything_runs(
 def test_tags_must_fit_the_tokens(worker: DitWorker, clip: ClipSpec, context: torch.Tensor) -> None:
     with pytest.raises(InvalidRequestError, match="context has 5 tokens and token_tags 4"):
         worker.open_session("s", clip, context, torch.ones(4, dtype=torch.int64), never)
+    with pytest.raises(InvalidRequestError, match="tensor 'context' holds 320 values that are not finite"):
+        worker.open_session("s", clip, context * torch.nan, torch.ones(5, dtype=torch.int64), never)
     with pytest.raises(InvalidRequestError, match=r"token_tags holds \[-1, 3\]; allowed are \[0, 1, 2\]"):
         worker.open_session("s", clip, context, torch.tensor([1, 3, -1, 0, 2]), never)
 
@@ -254,8 +374,9 @@ def test_cancelled_calls_leave_the_session_usable(
 def test_a_session_needs_a_name(
     worker: DitWorker, clip: ClipSpec, context: torch.Tensor, token_tags: torch.Tensor
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="session_id is empty"):
-        worker.open_session("", clip, context, token_tags, never)
+    for session_id, message in (("", "session_id is empty"), ("s" * 129, "129 characters; at most 128 are taken")):
+        with pytest.raises(InvalidRequestError, match=message):
+            worker.open_session(session_id, clip, context, token_tags, never)
     assert worker.session_ids() == []
 
 
