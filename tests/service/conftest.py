@@ -11,12 +11,15 @@ import pytest
 
 from h3stream.request import ClipSpec
 from h3stream.v1 import video_pb2, video_pb2_grpc
+from orchestrator.caller import Caller
 from orchestrator.config import Settings
 from orchestrator.edge import Edge
+from orchestrator.job import Job
 from orchestrator.lane import Lane
 from orchestrator.model_info import ModelInfo, dense_clip
 from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, add_services
+from orchestrator.tenants import NoLimits, TenantPolicy
 from services.common.rpc import RpcServer, connect
 from tests.service.fake_workers import ADAPTERS, FakeLaneHost, Script
 
@@ -59,6 +62,13 @@ class Service:
     def host(self) -> FakeLaneHost:
         return self.hosts[0]
 
+    def jobs(self) -> list[Job]:
+        """All jobs, oldest first."""
+        return self.scheduler.page(None, (), "", 1000)[0][::-1]
+
+    def job(self, job_id: str) -> Job:
+        return self.scheduler.job(job_id, Caller())
+
     async def generate(self, prompt: str = "a fox", **fields: Any) -> list[video_pb2.Event]:
         request = video_pb2.GenerateRequest(prompt=prompt, **fields)
         return [response.event async for response in self.stub.Generate(request)]
@@ -80,7 +90,14 @@ def kept_bytes() -> int:
 
 
 @pytest.fixture
-async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int, kept_bytes: int) -> AsyncIterator[Service]:
+def tenants() -> TenantPolicy:
+    return NoLimits()
+
+
+@pytest.fixture
+async def service(
+    tmp_path: Path, num_lanes: int, max_queued_jobs: int, kept_bytes: int, tenants: TenantPolicy
+) -> AsyncIterator[Service]:
     script = Script()
     hosts = []
     for index in range(num_lanes):
@@ -88,8 +105,14 @@ async def service(tmp_path: Path, num_lanes: int, max_queued_jobs: int, kept_byt
         hosts.append(FakeLaneHost(tmp_path / str(index), script))
     settings = Settings(model=tmp_path, data=tmp_path, lanes=num_lanes, max_queued_jobs=max_queued_jobs)
     scheduler = Scheduler(
-        [Lane(host) for host in hosts], tmp_path, max_queued_jobs=max_queued_jobs, kept_jobs=3, kept_bytes=kept_bytes
+        [Lane(host) for host in hosts],
+        tmp_path,
+        max_queued_jobs=max_queued_jobs,
+        kept_jobs=3,
+        kept_bytes=kept_bytes,
+        tenants=tenants,
     )
+    scheduler.open()
     await scheduler.start()
     async with serving(tmp_path, scheduler, MODEL, ADAPTERS, settings) as address, connect(address) as channel:
         yield Service(video_pb2_grpc.VideoServiceStub(channel), address, script, hosts, scheduler, tmp_path)

@@ -100,7 +100,7 @@ async def test_a_failed_job_tells_its_events_and_then_its_error(service: Service
     caller, job_id = await begin(service, num_frames=73)
     with pytest.raises(grpc.RpcError):
         await caller
-    num_events = service.scheduler.job(job_id).to_proto().num_events
+    num_events = service.job(job_id).to_proto().num_events
     for start, num_seen in (({}, num_events), ({"from_seq": num_events}, 0), ({"from_chunk": 4}, 2)):
         call = service.stub.Attach(video_pb2.AttachRequest(job_id=job_id, **start))
         for _ in range(num_seen):

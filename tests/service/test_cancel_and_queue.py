@@ -111,7 +111,7 @@ async def test_a_full_queue_refuses_with_the_delay_to_wait(service: Service) -> 
         await start(service)
     assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert b"google.rpc.RetryInfo" in dict(refusal.value.trailing_metadata())["grpc-status-details-bin"]
-    assert len(service.scheduler.jobs()) == 2
+    assert len(service.jobs()) == 2
     assert waiting is not None
 
 
@@ -121,7 +121,7 @@ async def test_a_caller_that_goes_leaves_the_job_running(service: Service) -> No
     await until(service, "sample:1.1")
     stream.cancel()
     gate.set()
-    job = service.scheduler.job(job_id)
+    job = service.job(job_id)
     async with asyncio.timeout(10):
         await job.ended.wait()
     assert job.state == video_pb2.JOB_STATE_SUCCEEDED
@@ -132,7 +132,7 @@ async def test_a_caller_that_asked_for_it_cancels_by_going(service: Service) -> 
     stream, job_id = await start(service, cancel_on_disconnect=True)
     await until(service, "sample:1.1")
     stream.cancel()
-    job = service.scheduler.job(job_id)
+    job = service.job(job_id)
     async with asyncio.timeout(10):
         await job.ended.wait()
     assert job.state == video_pb2.JOB_STATE_CANCELLED
@@ -141,7 +141,7 @@ async def test_a_caller_that_asked_for_it_cancels_by_going(service: Service) -> 
 async def test_a_reader_that_stalls_slows_nobody(service: Service) -> None:
     stream, job_id = await start(service)  # and never reads again
     async with asyncio.timeout(10):
-        await service.scheduler.job(job_id).ended.wait()
+        await service.job(job_id).ended.wait()
     assert (await service.generate())[-1].HasField("completed")
     assert [r.event async for r in stream][-1].HasField("completed")
 

@@ -84,7 +84,7 @@ async def cutting(service: Service, seed: int) -> AsyncIterator[tuple[CuttingPro
 
 
 def logged(service: Service, job_id: str) -> list[Event]:
-    return [codec.event_from_proto(event) for event in read_log(service.scheduler.job(job_id).log)]
+    return [codec.event_from_proto(event) for event in read_log(service.job(job_id).log)]
 
 
 @pytest.fixture(autouse=True)

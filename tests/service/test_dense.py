@@ -107,7 +107,7 @@ async def test_a_failure_while_sampling_names_the_phase_and_no_chunk(service: Se
     service.script.errors["dense:2"] = broken()
     with pytest.raises(grpc.aio.AioRpcError):
         await service.generate(mode=DENSE)
-    (job,) = service.scheduler.jobs()
+    (job,) = service.jobs()
     assert (job.state, job.error.phase, job.error.chunk_index) == (video_pb2.JOB_STATE_FAILED, "denoise", -1)
     assert (await service.generate(mode=DENSE))[-1].HasField("completed")
 

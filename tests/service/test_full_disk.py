@@ -22,8 +22,8 @@ def full(fd: int, data: bytes, offset: int) -> int:
 
 async def until_ended(service: Service, job_id: str) -> video_pb2.Job:
     async with asyncio.timeout(10):
-        await service.scheduler.job(job_id).ended.wait()
-    return service.scheduler.job(job_id).to_proto()
+        await service.job(job_id).ended.wait()
+    return service.job(job_id).to_proto()
 
 
 async def test_jobs_fail_with_the_reason_and_the_lane_serves_on_once_there_is_room(

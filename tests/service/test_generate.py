@@ -122,7 +122,7 @@ async def test_a_worker_that_raises_fails_the_job_and_not_the_next(service: Serv
         await service.generate()
     assert failure.value.code() == grpc.StatusCode.INTERNAL
     assert "secret detail" not in (failure.value.details() or "")
-    (job,) = service.scheduler.jobs()
+    (job,) = service.jobs()
     assert (job.state, job.error.phase, job.error.chunk_index) == (video_pb2.JOB_STATE_FAILED, "denoise", 1)
     assert all(not fake.sessions and not fake.weights.is_resident for fake in service.host.workers.values())
     assert kinds(await service.generate())[-1] == "completed"

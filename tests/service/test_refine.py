@@ -88,7 +88,7 @@ async def test_the_plan_and_the_workers_get_every_default(service: Service) -> N
     assert plan.refine_audio.cache.contents == types_pb2.CACHE_CONTENTS_HIDDEN
     assert [(choice.name, choice.strength) for choice in plan.refine_audio.adapters] == [("turbo", 0.5)]
     assert tuple(plan.artifacts) == (*DEFAULT_ARTIFACTS, REFINED, REFINED_SOUND, REFINED_LATENTS)
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
     events = await service.generate(seed=9, refine_audio=spec)
     assert events[0].accepted.plan == plan
     (header,) = service.script.refine_headers
@@ -324,4 +324,4 @@ async def test_a_bad_refinement_is_refused_with_the_request(
     violations = await refusal(service, video_pb2.GenerateRequest(prompt="", refine_audio=spec))
     assert violations.keys() == {"prompt", field}
     assert words in violations[field]
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []

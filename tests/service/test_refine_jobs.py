@@ -255,7 +255,7 @@ async def test_a_failure_fails_the_job_with_its_error(service: Service, point: s
     service.script.errors[point] = broken()
     error = await refused(service, request(source))
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the kernel is out of order")
-    job = service.scheduler.jobs()[-1]
+    job = service.jobs()[-1]
     assert job.state == video_pb2.JOB_STATE_FAILED
     await check_clip(service, job.job_id, set())
     assert kinds(await refine(service, source))[-1] == "completed"
@@ -291,7 +291,7 @@ async def test_it_waits_for_its_turn_and_can_be_cancelled_while_it_does(service:
     assert (await cancel(service, job_id)).state == video_pb2.JOB_STATE_CANCELLED
     await check_clip(service, job_id, set())
     second.cancel()
-    last = service.scheduler.jobs()[-1]
+    last = service.jobs()[-1]
     async with asyncio.timeout(10):
         await last.ended.wait()
     assert last.state == video_pb2.JOB_STATE_CANCELLED
@@ -315,7 +315,7 @@ async def test_a_full_queue_refuses_it(service: Service) -> None:
 
 async def test_wrong_requests_are_refused_before_anything_is_queued(service: Service) -> None:
     source = await finished(service)
-    known = len(service.scheduler.jobs())
+    known = len(service.jobs())
     unknown = request(source)
     unknown.header.MergeFromString(b"\xf8\x07\x01")  # field 127
     cases = [
@@ -333,4 +333,4 @@ async def test_wrong_requests_are_refused_before_anything_is_queued(service: Ser
     for messages, words in cases:
         error = await refused(service, *messages)
         assert (error.code(), words in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error.details()
-    assert len(service.scheduler.jobs()) == known
+    assert len(service.jobs()) == known

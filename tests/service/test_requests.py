@@ -70,7 +70,7 @@ async def test_a_bad_field_is_named_with_value_rule_and_nearest(
     violations = await refusal(service, request)
     assert field in violations, violations
     assert all(part in violations[field] for part in parts), violations[field]
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
     assert not service.host.ledger.exists(), read_ledger(service.host.ledger)
 
 
@@ -92,7 +92,7 @@ async def test_a_plan_tells_what_generate_would_make_and_makes_nothing(service: 
     assert (plan.num_noise_forwards, plan.num_clean_forwards) == (2 * 12, 11)
     assert [c.num_frames_emitted for c in plan.chunks] == [*range(0, 171, 17), 192]
     assert not plan.clip.HasField("window")
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
 
 
 async def test_a_clip_is_planned_with_the_adapters_named(service: Service) -> None:

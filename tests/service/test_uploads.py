@@ -125,7 +125,7 @@ async def test_a_wrong_announcement_is_refused_before_a_byte_is_kept(
     monkeypatch.setattr(source, "receive", None)
     error = await refused(service, header(**fields), *data_messages(FILE))
     assert (error.code(), words in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error.details()
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
 
 
 WRONG_FILES = {
@@ -161,7 +161,7 @@ async def test_a_file_that_is_none_is_refused_once_it_is_there(service: Service,
     error = await refused(service, header(data), *data_messages(data))
     assert (error.code(), words in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error.details()
     assert str(service.data) not in error.details(), "paths of the server are no caller's business"
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
 
 
 async def test_what_comes_must_be_what_was_announced_and_in_order(service: Service) -> None:
@@ -179,7 +179,7 @@ async def test_what_comes_must_be_what_was_announced_and_in_order(service: Servi
     for messages, words in cases:
         error = await refused(service, *messages)
         assert (error.code(), words in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error.details()
-    assert service.scheduler.jobs() == []
+    assert service.jobs() == []
     assert kinds(await send(service, [header(), *data_messages(FILE)]))[-1] == "completed"
 
 
@@ -255,7 +255,7 @@ async def test_an_uploader_that_goes_leaves_nothing_and_held_nothing(service: Se
             await asyncio.sleep(0.01)
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert len(service.scheduler.jobs()) == 1
+    assert len(service.jobs()) == 1
 
 
 async def test_more_uploads_than_there_are_places_are_refused(
