@@ -320,10 +320,9 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
     ) -> AsyncIterator[video_pb2.GenerateResponse]:
         self._refuse(context)
         self._refuse_loading()
-        self.idempotency_keys.append(request.idempotency_key)
         wanted = replace(codec.request_from_proto(request), idempotency_key="")
         plan = plan_of(self._resolved(wanted))
-        job_id = self._known.setdefault(request.idempotency_key, f"job-{len(self.requests)}")
+        job_id = self._named(request.idempotency_key, f"job-{len(self.requests)}")
         if job_id == f"job-{len(self.requests)}":
             self.requests.append(wanted)
         elif self.requests[int(job_id.removeprefix("job-"))] != wanted:
@@ -349,8 +348,7 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
                 raise InvalidRequestError("the upload is not the file that was announced")
         else:
             self._job(header.job_id)
-        self.idempotency_keys.append(header.idempotency_key)
-        job_id = self._known.setdefault(header.idempotency_key, f"refine-{len(self.headers)}")
+        job_id = self._named(header.idempotency_key, f"refine-{len(self.headers)}")
         if job_id == f"refine-{len(self.headers)}":
             self.headers.append(header)
         async for event in self._told(self._events(job_id), self._job(job_id).plan, job_id, context):
@@ -514,14 +512,21 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         if job_id.startswith("refine-"):
             header = self.headers[int(job_id.removeprefix("refine-"))]
             plan = plan_of(GenerateRequest("a fox", refine_audio=codec.refine_spec_from_proto(header.spec, "spec")))
-            return replace(EMPTY_JOB, job_id=job_id, plan=plan, source_job_id=header.job_id)
+            return replace(EMPTY_JOB, job_id=job_id, state=self._state(job_id), plan=plan, source_job_id=header.job_id)
         number = job_id.removeprefix("job-")
         if not number.isdecimal() or int(number) >= len(self.requests) or job_id in self.deleted:
             raise JobNotFoundError(f"there is no job {job_id!r}", job_id=job_id)
         request = self.requests[int(number)]
-        state: JobState = "cancelled" if job_id in self.cancelled else "running"
         plan = plan_of(self._resolved(request))
-        return replace(EMPTY_JOB, job_id=job_id, state=state, plan=plan, prompt=request.prompt)
+        return replace(EMPTY_JOB, job_id=job_id, state=self._state(job_id), plan=plan, prompt=request.prompt)
+
+    def _state(self, job_id: str) -> JobState:
+        return "cancelled" if job_id in self.cancelled else "running"
+
+    def _named(self, key: str, job_id: str) -> str:
+        """The job that an idempotency key names, or the one to make."""
+        self.idempotency_keys.append(key)
+        return self._known.setdefault(key, job_id) if key else job_id
 
 
 EMPTY_JOB = Job(
@@ -586,13 +591,20 @@ def heartbeat(seq: int, plan: Plan, job_id: str) -> Progress:
 
 
 @asynccontextmanager
-async def serve_video(service: FakeVideoService, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+async def serve_video(
+    service: FakeVideoService, address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None
+) -> AsyncIterator[str]:
     """Serves on a free port or on that of an address, with the server's own limits and error handling; yields the
     address."""
     server = RpcServer(("h3stream.v1.VideoService",))
     video_pb2_grpc.add_VideoServiceServicer_to_server(service, server.server)
     try:
-        yield await server.start(address)
+        if credentials is None:
+            yield await server.start(address)
+        else:
+            port = server.server.add_secure_port(address, credentials)
+            await server.server.start()
+            yield f"127.0.0.1:{port}"
     finally:
         await server.stop(grace_s=0)
 

@@ -100,6 +100,9 @@ def _read(what: str, path: FilePath | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"TLS {what} {os.fspath(path)} cannot be read: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise ConfigError(f"TLS {what} {os.fspath(path)} is no PEM file: nothing in it begins with -----BEGIN")
+    return data

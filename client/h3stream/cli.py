@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,19 +24,34 @@ from h3stream.embedded import (
     MODEL_SETTINGS,
     EmbeddedServer,
     check_request,
-    inspect_command,
     model_directory,
+    module_command,
     require_server_package,
-    rule_violations,
-    serve_command,
 )
-from h3stream.errors import ConfigError, GenerationError, InvalidRequestError, JobCancelledError, StartupError
-from h3stream.fields import invalid_request
-from h3stream.options import adapter_choice, add_refine_options, output_path, refine_spec, server_address
+from h3stream.endpoint import DEFAULT_SERVER, Endpoint, add_server_option, add_server_options, endpoint_of
+from h3stream.errors import (
+    ConfigError,
+    GenerationError,
+    InvalidRequestError,
+    JobCancelledError,
+    JobNotFoundError,
+    StartupError,
+    UnsupportedError,
+)
+from h3stream.job import JOB_STATES, Job
+from h3stream.options import add_refine_options, output_path, refine_spec
 from h3stream.progress import Tally
 from h3stream.refine import RefineSpec
-from h3stream.report import adapter_table, artifact_table, describe_error, plan_table, say
-from h3stream.request import KV_STORAGES, SAMPLING_MODES, GenerateRequest, PreviewSpec
+from h3stream.report import adapter_table, artifact_table, describe_error, job_table, plan_table, say
+from h3stream.request import GenerateRequest
+from h3stream.request_options import (
+    add_branch_options,
+    add_order_options,
+    add_request_options,
+    branch_of,
+    order_of,
+    request_of,
+)
 from h3stream.still_files import StillFiles
 from h3stream.stream import RECONNECT_S
 from h3stream.upload import check_source
@@ -45,9 +59,12 @@ from h3stream.upload import check_source
 Answer = TypeVar("Answer")
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
-SERVER_VARIABLE = "H3STREAM_SERVER"
-DEFAULT_SERVER = "127.0.0.1:50051"
-PREVIEW_SIDE = 256
+PROGRAMS = {
+    "serve": ("orchestrator", "run the server; takes the server's options, --help lists them"),
+    "keys": ("orchestrator.access", "keep the file of API keys; --help lists what can be done"),
+    "doctor": ("orchestrator.doctor", "check this machine for what a server needs; --help lists the options"),
+}
+"""Commands that become a program of the server's, which takes all their arguments."""
 LATENTS_SUFFIX = ".safetensors"
 STATUS_OF_ENDING = {
     Ending.WHOLE: 0,
@@ -63,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     parser = make_parser()
     arguments, extra = parser.parse_known_args(argv)
-    if extra and arguments.run is not serve:
+    if extra and arguments.run not in (serve, become):
         parser.error(f"unknown arguments: {' '.join(extra)}")
     arguments.extra = extra
     if getattr(arguments, "model", None) is not None:
@@ -90,7 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: argparse.Namespace) -> int:
     """`h3stream generate`: makes a clip."""
-    request = _request(arguments)
+    return _make(arguments, request_of(arguments))
+
+
+def branch(arguments: argparse.Namespace) -> int:
+    """`h3stream branch`: goes on from a chunk of a job's clip."""
+    return _make(arguments, branch_of(arguments))
+
+
+def _make(arguments: argparse.Namespace, request: GenerateRequest) -> int:
+    """Makes a clip."""
     output: str = arguments.output
     spec = request.refine_audio
     refined = {} if spec is None else _refined_files(f"{_root(output)}.refined.mp4", spec)
@@ -101,9 +127,9 @@ def generate(arguments: argparse.Namespace) -> int:
         return EXIT_BAD_INPUT
     if not arguments.server:
         check_request(request)
-    with _server(arguments) as address:
+    with _server(arguments) as server:
         return _deliver(
-            address,
+            server,
             lambda client: client.generate(request, reconnect_s=_reconnect_s(arguments)),
             Outputs(output, refined),
             Tally(),
@@ -147,11 +173,12 @@ def refine(arguments: argparse.Namespace) -> int:
             prompt=prompt,
             cancel_on_disconnect=arguments.cancel_on_disconnect,
             reconnect_s=_reconnect_s(arguments),
+            **order_of(arguments),
         )
 
-    with _server(arguments) as address:
+    with _server(arguments) as server:
         return _deliver(
-            address,
+            server,
             start,
             Outputs(None, files),
             Tally(has_clip=False),
@@ -166,7 +193,7 @@ def attach(arguments: argparse.Namespace) -> int:
     if not _can_write(arguments.output):
         return EXIT_BAD_INPUT
     return _deliver(
-        arguments.server,
+        endpoint_of(arguments, os.environ),
         lambda client: client.attach(arguments.job_id, from_chunk=arguments.from_chunk, live=arguments.live),
         Outputs(arguments.output),
         Tally(),
@@ -177,11 +204,11 @@ def attach(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> None:
     """`h3stream plan`: tells what a request would make."""
-    request = _request(arguments)
+    request = request_of(arguments)
     if not arguments.server:
         check_request(request)
-    with _server(arguments) as address:
-        result = _ask(address, lambda client: client.plan(request))
+    with _server(arguments) as server:
+        result = _ask(server, lambda client: client.plan(request))
     if arguments.json:
         _print_json(result)
     else:
@@ -196,18 +223,25 @@ def serve(arguments: argparse.Namespace) -> None:
     if not any(argument.partition("=")[0] in telling for argument in extra):
         model = model_directory(None, os.environ, say)
         extra = extra if model is None else ["--model", str(model), *extra]
-    _become(serve_command(extra))
+    _become(module_command(arguments.program, extra))
+
+
+def become(arguments: argparse.Namespace) -> None:
+    """`h3stream keys` and `h3stream doctor`: become a program of the server's; every argument is its own."""
+    require_server_package()
+    _become(module_command(arguments.program, arguments.extra))
 
 
 def inspect(arguments: argparse.Namespace) -> None:
     """`h3stream inspect`: becomes the program that tells what model files are."""
     require_server_package()
-    _become(inspect_command([*arguments.paths, *(["--json"] if arguments.json else [])]))
+    options = ["--json"] if arguments.json else []
+    _become(module_command("services.checkpoints", [*arguments.paths, *options]))
 
 
 def adapters(arguments: argparse.Namespace) -> None:
     """`h3stream adapters`: lists the adapters of a server."""
-    result = _ask(arguments.server, lambda client: client.adapters())
+    result = _ask(endpoint_of(arguments, os.environ), lambda client: client.adapters())
     if arguments.json:
         _print_json(result)
     else:
@@ -216,24 +250,60 @@ def adapters(arguments: argparse.Namespace) -> None:
 
 def info(arguments: argparse.Namespace) -> None:
     """`h3stream info`: prints the server's facts."""
-    _print_json(_ask(arguments.server, lambda client: client.server_info()))
+    _print_json(_ask(endpoint_of(arguments, os.environ), lambda client: client.server_info()))
 
 
 def job(arguments: argparse.Namespace) -> None:
     """`h3stream job`: prints what is known of a job."""
-    _print_json(_ask(arguments.server, lambda client: client.job(arguments.job_id)))
+    _print_json(_ask(endpoint_of(arguments, os.environ), lambda client: client.job(arguments.job_id)))
 
 
 def cancel(arguments: argparse.Namespace) -> None:
     """`h3stream cancel`: cancels a job and waits until its lane is free."""
-    _print(_ask(arguments.server, lambda client: client.cancel(arguments.job_id)).state)
+    _print(_ask(endpoint_of(arguments, os.environ), lambda client: client.cancel(arguments.job_id)).state)
+
+
+def jobs(arguments: argparse.Namespace) -> None:
+    """`h3stream jobs`: lists jobs, the newest first."""
+
+    async def collect(client: AsyncClient) -> tuple[Job, ...]:
+        found: list[Job] = []
+        async for each in client.jobs(states=arguments.state, all_tenants=arguments.all_tenants):
+            if len(found) == arguments.limit:
+                break
+            found.append(each)
+        return tuple(found)
+
+    found = _ask(endpoint_of(arguments, os.environ), collect)
+    if arguments.json:
+        _print_json(found)
+    else:
+        _print("\n".join(job_table(found, with_tenants=arguments.all_tenants)))
+
+
+def delete(arguments: argparse.Namespace) -> int:
+    """`h3stream delete`: removes jobs that have ended; goes on with the others where one cannot be."""
+
+    async def remove(client: AsyncClient) -> int:
+        status = 0
+        for job_id in arguments.job_ids:
+            try:
+                await client.delete(job_id)
+            except (JobNotFoundError, UnsupportedError) as error:
+                say(describe_error(error))
+                status = EXIT_FAILED
+            else:
+                _print(job_id)
+        return status
+
+    return _ask(endpoint_of(arguments, os.environ), remove)
 
 
 def download(arguments: argparse.Namespace) -> int:
     """`h3stream download`: fetches an artifact of a finished job, or lists them."""
     job_id, name = arguments.job_id, arguments.name
     if name is None:
-        known = _ask(arguments.server, lambda client: client.job(job_id))
+        known = _ask(endpoint_of(arguments, os.environ), lambda client: client.job(job_id))
         _print("\n".join(artifact_table(known)))
         return 0
     path: str = name if arguments.output is None else arguments.output
@@ -241,7 +311,10 @@ def download(arguments: argparse.Namespace) -> int:
         return EXIT_BAD_INPUT
     is_piped = path == STANDARD_OUTPUT
     try:
-        _ask(arguments.server, lambda client: client.download(job_id, name, "/dev/stdout" if is_piped else path))
+        _ask(
+            endpoint_of(arguments, os.environ),
+            lambda client: client.download(job_id, name, "/dev/stdout" if is_piped else path),
+        )
     except OSError as error:
         if is_piped and isinstance(error, BrokenPipeError):
             return STATUS_OF_ENDING[Ending.READER_GONE]
@@ -262,12 +335,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("generate", help="make a clip", allow_abbrev=False)
     _add_output_argument(command)
-    _add_request_arguments(command)
-    command.add_argument(
-        "--previews", type=Path, metavar="DIR", help="write the stills of the clip in progress into this directory"
-    )
-    _add_disconnect_argument(command)
+    add_request_options(command)
+    add_server_options(command, os.environ)
+    _add_making_options(command)
     command.set_defaults(run=generate)
+
+    command = commands.add_parser("branch", help="go on from a chunk of a job's clip", allow_abbrev=False)
+    _add_output_argument(command)
+    add_branch_options(command)
+    add_server_option(command, os.environ)
+    _add_making_options(command)
+    command.set_defaults(run=branch)
 
     command = commands.add_parser("refine", help="refine the sound of a clip", allow_abbrev=False)
     command.add_argument(
@@ -277,23 +355,21 @@ def make_parser() -> argparse.ArgumentParser:
         "-o", "--output", required=True, type=output_path, metavar="FILE", help="file to write the refined clip to"
     )
     command.add_argument("--prompt", metavar="PROMPT", help="what the clip of a latents file was made with")
-    _add_server_arguments(command)
+    add_server_options(command, os.environ)
     _add_disconnect_argument(command)
+    add_order_options(command)
     add_refine_options(command.add_argument_group("refinement"))
     command.set_defaults(run=refine)
 
     command = commands.add_parser("plan", help="tell what a request would make", allow_abbrev=False)
-    _add_request_arguments(command)
+    add_request_options(command)
+    add_server_options(command, os.environ)
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    command.set_defaults(run=plan, cancel_on_disconnect=False)
+    command.set_defaults(run=plan, cancel_on_disconnect=False, priority="normal", deadline=None, idempotency_key="")
 
-    command = commands.add_parser(
-        "serve",
-        help="run the server; takes the server's options, --help lists them",
-        add_help=False,
-        allow_abbrev=False,
-    )
-    command.set_defaults(run=serve)
+    for name, (program, text) in PROGRAMS.items():
+        command = commands.add_parser(name, help=text, add_help=False, allow_abbrev=False)
+        command.set_defaults(run=serve if name == "serve" else become, program=program)
 
     command = commands.add_parser("inspect", help="tell what model files are, from their headers", allow_abbrev=False)
     command.add_argument("paths", nargs="+", metavar="PATH", help="a file, a folder of one part, or a model directory")
@@ -301,15 +377,32 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=inspect)
 
     command = commands.add_parser("adapters", help="list the adapters that requests may name", allow_abbrev=False)
-    _add_server_argument(command)
+    add_server_option(command, os.environ)
     command.add_argument("--json", action="store_true", help="print the adapters as JSON")
     command.set_defaults(run=adapters)
 
     for name, run, text in (("job", job, "tell what is known of a job"), ("cancel", cancel, "cancel a job")):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("job_id", metavar="JOB")
-        _add_server_argument(command)
+        add_server_option(command, os.environ)
         command.set_defaults(run=run)
+    command = commands.add_parser("jobs", help="list jobs, the newest first", allow_abbrev=False)
+    add_server_option(command, os.environ)
+    command.add_argument(
+        "--state", action="append", default=[], choices=JOB_STATES, help="list these; may be given several times"
+    )
+    command.add_argument(
+        "--all-tenants", action="store_true", help="list those of all tenants, which the key must allow"
+    )
+    command.add_argument("--limit", type=_count, default=20, metavar="N", help="how many to list (default: 20)")
+    command.add_argument("--json", action="store_true", help="print the jobs as JSON")
+    command.set_defaults(run=jobs)
+    command = commands.add_parser(
+        "delete", help="remove jobs that have ended, with all they have left", allow_abbrev=False
+    )
+    command.add_argument("job_ids", metavar="JOB", nargs="+")
+    add_server_option(command, os.environ)
+    command.set_defaults(run=delete)
     command = commands.add_parser(
         "download", help="fetch an artifact of a finished job; without a name, list them", allow_abbrev=False
     )
@@ -323,18 +416,18 @@ def make_parser() -> argparse.ArgumentParser:
         help='file to write, or "-" for standard output (default: the artifact\'s name); a pipe or a device is written '
         "into",
     )
-    _add_server_argument(command)
+    add_server_option(command, os.environ)
     command.set_defaults(run=download)
     command = commands.add_parser("attach", help="follow a job and save its clip", allow_abbrev=False)
     command.add_argument("job_id", metavar="JOB")
-    _add_server_argument(command)
+    add_server_option(command, os.environ)
     _add_output_argument(command)
     start = command.add_mutually_exclusive_group()
     start.add_argument("--from-chunk", type=int, metavar="N", help="start at this chunk (default: at the beginning)")
     start.add_argument("--live", action="store_true", help="start where the job is")
     command.set_defaults(run=attach)
     command = commands.add_parser("info", help="tell the server's versions, limits and defaults", allow_abbrev=False)
-    _add_server_argument(command)
+    add_server_option(command, os.environ)
     command.set_defaults(run=info)
     return parser
 
@@ -350,6 +443,14 @@ def _add_output_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_making_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--previews", type=Path, metavar="DIR", help="write the stills of the clip in progress into this directory"
+    )
+    _add_disconnect_argument(command)
+    add_order_options(command)
+
+
 def _add_disconnect_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--cancel-on-disconnect",
@@ -358,82 +459,6 @@ def _add_disconnect_argument(command: argparse.ArgumentParser) -> None:
         help="cancel the job if this command ends before it, by Ctrl-C too (default: yes); the job of a server that "
         "was started for the command always ends with it",
     )
-
-
-def _add_server_argument(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--server",
-        type=server_address,
-        default=os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER,
-        metavar="HOST:PORT",
-        help=f"the server, also as unix:PATH (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
-    )
-
-
-def _add_server_arguments(command: argparse.ArgumentParser) -> None:
-    place = command.add_mutually_exclusive_group()
-    place.add_argument(
-        "--server",
-        type=server_address,
-        default=os.environ.get(SERVER_VARIABLE) or None,
-        metavar="HOST:PORT",
-        help=f"a running server, also as unix:PATH (default: ${SERVER_VARIABLE}, else start one for this command)",
-    )
-    place.add_argument("--model", type=Path, metavar="DIR", help="model directory for the server that is started")
-
-
-def _add_request_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("prompt", metavar="PROMPT", help="what to show and what to sound like")
-    _add_server_arguments(command)
-    group = command.add_argument_group("request", "What is left out takes the server's default.")
-    group.add_argument("--frames", type=int, help="frames at 24 per second: 17k + 5, from 22 to 362")
-    group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
-    group.add_argument("--height", type=int, help="canvas height in pixels, a multiple of 32")
-    group.add_argument("--seed", type=int, help="seed of the clip")
-    group.add_argument(
-        "--mode",
-        choices=SAMPLING_MODES,
-        help="how the clip is sampled: chunk by chunk (streaming, the default), or at once (dense)",
-    )
-    group.add_argument("--steps", type=int, help="noise forwards: of each chunk when streaming, of a dense clip in all")
-    group.add_argument("--video-shift", type=float, help="shift of the video sigma grid")
-    group.add_argument("--audio-shift", type=float, help="shift of the audio sigma grid")
-    group.add_argument("--sink", type=int, help="first KV cache entries that are kept for the whole clip")
-    group.add_argument("--window", type=_window, metavar="N|all", help="most recent chunks kept beside the sink")
-    group.add_argument("--kv-storage", choices=KV_STORAGES, help="where the KV cache lives")
-    group.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        type=adapter_choice,
-        metavar="NAME[=STRENGTH]",
-        help="an adapter of the server's to sample with (`h3stream adapters` lists them), at its own strength or this; "
-        "may be given several times",
-    )
-    group.add_argument(
-        "--artifact",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="an artifact to keep (`h3stream info` lists them) in place of the server's choice; may be given several "
-        "times",
-    )
-    group.add_argument(
-        "--preview-side",
-        type=int,
-        metavar="N",
-        help=f"longer side of the stills on the way, 16 to 512 pixels, or 0 for none ({PREVIEW_SIDE} where only "
-        "--preview-every is given)",
-    )
-    group.add_argument(
-        "--preview-every",
-        type=int,
-        metavar="N",
-        help="noise forwards from one still to the next (1 where only --preview-side is given)",
-    )
-    group = command.add_argument_group("refinement of the sound", "Any of these asks for it.")
-    group.add_argument("--refine-audio", action="store_true", help="refine the sound once the clip has been delivered")
-    add_refine_options(group, "refine-")
 
 
 def _can_write(output: str) -> bool:
@@ -473,7 +498,7 @@ def _can_keep_stills(arguments: argparse.Namespace) -> bool:
 
 
 def _deliver(
-    address: str,
+    server: Endpoint,
     follow: Callable[[AsyncClient], AsyncGeneration],
     outputs: Outputs,
     tally: Tally,
@@ -487,7 +512,7 @@ def _deliver(
     if previews is not None:
         outputs = dataclasses.replace(outputs, stills=StillFiles(previews, tally.notes.append))
     ending = asyncio.run(
-        deliver(address, follow, outputs, tally, owns_job=owns_job, is_lasting=is_lasting, reconnect_s=reconnect_s)
+        deliver(server, follow, outputs, tally, owns_job=owns_job, is_lasting=is_lasting, reconnect_s=reconnect_s)
     )
     if ending in (Ending.WHOLE, Ending.NOT_REFINED):
         is_piped = outputs.clip == STANDARD_OUTPUT
@@ -527,67 +552,23 @@ def _root(path: str) -> str:
     return os.path.splitext(path)[0]
 
 
-def _window(text: str) -> Any:
-    if text == "all":
-        return text
-    try:
+def _count(text: str) -> int:
+    if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of chunks; give N, or all") from None
-
-
-def _request(arguments: argparse.Namespace) -> GenerateRequest:
-    """The request of the arguments. Raises InvalidRequestError with all that can be seen from here to be wrong."""
-    fields = _fields(arguments)
-    try:
-        return GenerateRequest(**fields)
-    except InvalidRequestError as error:
-        # What no message can hold hides from the server what else is wrong.
-        broken = {re.split(r"[.\[]", violation.field)[0] for violation in error.violations}
-        sound = {"prompt": "-"} | {name: value for name, value in fields.items() if name not in broken}
-        raise invalid_request([*error.violations, *rule_violations(GenerateRequest(**sound))]) from None
-
-
-def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a request."""
-    return {
-        "prompt": arguments.prompt,
-        "num_frames": arguments.frames,
-        "width": arguments.width,
-        "height": arguments.height,
-        "steps": arguments.steps,
-        "video_shift": arguments.video_shift,
-        "audio_shift": arguments.audio_shift,
-        "sink": arguments.sink,
-        "window": arguments.window,
-        "kv_storage": arguments.kv_storage,
-        "seed": arguments.seed,
-        "cancel_on_disconnect": arguments.cancel_on_disconnect,
-        "mode": arguments.mode,
-        "adapters": arguments.adapter,
-        "artifacts": arguments.artifact,
-        "preview": _preview(arguments.preview_side, arguments.preview_every),
-        "refine_audio": refine_spec(arguments) or (RefineSpec() if arguments.refine_audio else None),
-    }
-
-
-def _preview(max_side: int | None, every_steps: int | None) -> PreviewSpec | None:
-    if max_side is None and every_steps is None:
-        return None
-    return PreviewSpec(PREVIEW_SIDE if max_side is None else max_side, 1 if every_steps is None else every_steps)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of jobs; give 1 or more")
 
 
 @contextmanager
-def _server(arguments: argparse.Namespace) -> Iterator[str]:
-    """The address of the server that was named, or of one that runs for the block."""
+def _server(arguments: argparse.Namespace) -> Iterator[Endpoint]:
+    """The server that was named, or one that runs for the block."""
     if arguments.server:
-        yield arguments.server
+        yield endpoint_of(arguments, os.environ)
         return
     require_server_package()
     model = model_directory(arguments.model, os.environ, say)
-    with EmbeddedServer(model, say) as server:
+    with EmbeddedServer(model, say, os.environ) as server:
         try:
-            yield server.address
+            yield Endpoint(server.address)
         except (InvalidRequestError, JobCancelledError):
             raise
         except GenerationError:
@@ -596,7 +577,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[str]:
             raise
 
 
-def _ask(address: str, question: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
+def _ask(server: Endpoint, question: Callable[[AsyncClient], Awaitable[Answer]]) -> Answer:
     """One call to a server.
 
     Asynchronous, like everything here that calls: asyncio lets a Ctrl-C in only where it can be handled, whereas one
@@ -604,7 +585,7 @@ def _ask(address: str, question: Callable[[AsyncClient], Awaitable[Answer]]) -> 
     """
 
     async def ask() -> Answer:
-        async with AsyncClient(address) as client:
+        async with server.client() as client:
             return await question(client)
 
     return asyncio.run(ask())

@@ -17,6 +17,7 @@ from typing import Any
 from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.artifact_file import is_written_into
 from h3stream.clip_file import ClipFile
+from h3stream.endpoint import Endpoint
 from h3stream.errors import GenerationError, NotReadyError
 from h3stream.progress import Display, Lines, LiveBar, Tally
 from h3stream.report import say
@@ -52,7 +53,7 @@ class Outputs:
 
 
 async def deliver(
-    address: str,
+    server: Endpoint,
     follow: Callable[[AsyncClient], AsyncGeneration],
     outputs: Outputs,
     tally: Tally,
@@ -73,12 +74,12 @@ async def deliver(
     async def leave() -> str:
         if not events.job_id:
             return "no job had been accepted"
-        return await _cancel(client, events.job_id) if owns_job else _way_back(events.job_id, address, outputs)
+        return await _cancel(client, events.job_id) if owns_job else _way_back(events.job_id, server, outputs)
 
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as asyncio does for Ctrl-C
-    async with AsyncClient(address) as client, follow(client) as events:
+    async with server.client() as client, follow(client) as events:
         try:
             await _write(events, outputs, tally)
         except asyncio.CancelledError:
@@ -98,7 +99,7 @@ async def deliver(
                 say(f"h3stream: the clip is not whole{_kept(outputs.clip, tally)}")
             raise
         if outputs.clip is not None and tally.stream is None and tally.refined is None:
-            say(_not_streamed(events.job_id, address, outputs.clip, tally, is_lasting=is_lasting))
+            say(_not_streamed(events.job_id, server, outputs.clip, tally, is_lasting=is_lasting))
             return Ending.NOT_STREAMED
         if failure := tally.refine_failure:
             say(f"h3stream: the clip is whole, but its sound is not refined: {failure.reason}: {failure.message}")
@@ -176,21 +177,21 @@ def _connection_told(tell: Callable[[str], None]) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def _way_back(job_id: str, address: str, outputs: Outputs) -> str:
+def _way_back(job_id: str, server: Endpoint, outputs: Outputs) -> str:
     """How to come back to a job that is being left."""
     if outputs.clip is not None:
-        return f"job {job_id} goes on; follow it with: h3stream attach {job_id} --server {address} -o FILE"
-    return f"job {job_id} goes on; see how far it is with: h3stream job {job_id} --server {address}"
+        return f"job {job_id} goes on; follow it with: h3stream attach {job_id} {server.options} -o FILE"
+    return f"job {job_id} goes on; see how far it is with: h3stream job {job_id} {server.options}"
 
 
-def _not_streamed(job_id: str, address: str, output: str, tally: Tally, *, is_lasting: bool) -> str:
+def _not_streamed(job_id: str, server: Endpoint, output: str, tally: Tally, *, is_lasting: bool) -> str:
     """Why a job that succeeded has no whole clip in its file, and where there is something of it."""
     artifacts = () if tally.completed is None else tally.completed.artifacts
     names = ", ".join(artifact.name for artifact in artifacts)
     told = f"the stream of the clip is not whole{_kept(output, tally)}"
     if not is_lasting:
         return f"h3stream: {told}; what else was made has gone with the server: name one with --server to keep it"
-    return f"h3stream: {told}; the server has {names or 'nothing'}: h3stream download {job_id} NAME --server {address}"
+    return f"h3stream: {told}; the server has {names or 'nothing'}: h3stream download {job_id} NAME {server.options}"
 
 
 def _kept(output: str | None, tally: Tally) -> str:

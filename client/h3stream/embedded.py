@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,12 @@ LOG_TAIL_LINES = 20
 
 MODEL_SETTINGS = ("model", "dit", "video_vae", "audio_vae", "text_encoder", "tokenizer")
 """Settings of the server that name files of the model, as flags and as H3STREAM_NAME."""
+
+ACCESS_VARIABLES = (
+    *("H3STREAM_API_KEY", "H3STREAM_KEYS", "H3STREAM_TLS", "H3STREAM_TLS_CA", "H3STREAM_TLS_CERT", "H3STREAM_TLS_KEY"),
+    "H3STREAM_TLS_CLIENT_CA",
+)
+"""What a client shows to other servers, and what a server asks of others."""
 
 _LONGEST = 362
 """Frames of the longest clip."""
@@ -127,22 +133,18 @@ def model_directory(given: Path | None, environment: Mapping[str, str], report: 
     return directory
 
 
-def serve_command(arguments: list[str]) -> list[str]:
-    """The command line that runs the server with these arguments."""
-    return [*_PYTHON, "orchestrator", *arguments]
-
-
-def inspect_command(arguments: list[str]) -> list[str]:
-    """The command line that tells what files are."""
-    return [*_PYTHON, "services.checkpoints", *arguments]
+def module_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line that runs a program of the server's with these arguments."""
+    return [*_PYTHON, module, *arguments]
 
 
 class EmbeddedServer:
     """The service on a free port of this machine, for as long as the `with` block lasts."""
 
-    def __init__(self, model: Path | None, report: Callable[[str], None]) -> None:
+    def __init__(self, model: Path | None, report: Callable[[str], None], environment: Mapping[str, str]) -> None:
         """model: model directory; None where the environment names the parts of the model.
-        report: told, in a line, what a waiting user should know.
+        report: told, in a line, what a waiting user should know.  environment: what the service finds in its own, but
+        for who may call: it serves the caller alone.
 
         Entering the block raises StartupError if the service does not start.
         """
@@ -150,6 +152,7 @@ class EmbeddedServer:
         """"HOST:PORT" once the block is entered."""
         self._model = model
         self._report = report
+        self._environment = {name: value for name, value in environment.items() if name not in ACCESS_VARIABLES}
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -162,7 +165,7 @@ class EmbeddedServer:
         data.mkdir()
         self._log_path = Path(self._directory.name) / "server.log"
         model = [] if self._model is None else ["--model", str(self._model)]
-        command = serve_command([*model, "--listen", "127.0.0.1:0", "--data", str(data)])
+        command = module_command("orchestrator", [*model, "--listen", "127.0.0.1:0", "--data", str(data)])
         self._report(f"starting the service on {self._model or 'the files that the environment names'}")
         started_s = time.monotonic()
         try:
@@ -173,6 +176,7 @@ class EmbeddedServer:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    env=self._environment,
                     # A Ctrl-C in the terminal is for this process, which then cancels the job and stops the child.
                     start_new_session=True,
                 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from h3stream.errors import GenerationError, InvalidRequestError, OverloadedError
 from h3stream.events import Plan
 from h3stream.job import AdapterInfo, Job
 from h3stream.refine import RefineSpec
 from h3stream.request import ClipSpec
+
+MAX_SHOWN_PROMPT = 60
+"""Characters of a prompt in a table."""
 
 
 def plan_table(plan: Plan) -> list[str]:
@@ -43,16 +47,21 @@ def adapter_table(adapters: tuple[AdapterInfo, ...]) -> list[str]:
     if not adapters:
         return ["none"]
     heading = ("name", "strength", "format", "rank", "modules", "trained for", "file")
-    rows = [heading, *(_adapter_row(adapter) for adapter in adapters)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return _columns([heading, *(_adapter_row(adapter) for adapter in adapters)])
+
+
+def job_table(jobs: Sequence[Job], *, with_tenants: bool) -> list[str]:
+    """Jobs in lines, a heading first; "none" if there are none."""
+    if not jobs:
+        return ["none"]
+    heading = ("job", *(["tenant"] * with_tenants), "state", "created", "frames", "prompt")
+    return _columns([heading, *(_job_row(job, with_tenants) for job in jobs)])
 
 
 def artifact_table(job: Job) -> list[str]:
     """The artifacts of a job in lines, a heading first, or "none"; then those that have been removed."""
     rows = [("name", "bytes", "sha256"), *((a.name, str(a.size_bytes), a.sha256) for a in job.artifacts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if job.artifacts else ["none"]
+    table = _columns(rows) if job.artifacts else ["none"]
     gone = [f"{removed.name} has been removed: {removed.message}" for removed in job.removed_artifacts]
     return table + gone
 
@@ -73,6 +82,26 @@ def describe_error(error: GenerationError) -> str:
 def say(text: str) -> None:
     """Tells the user something that is no result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _job_row(job: Job, with_tenant: bool) -> tuple[str, ...]:
+    state = f"queued, {job.queue_position} ahead" if job.state == "queued" else job.state
+    created = f"{job.create_time.astimezone():%Y-%m-%d %H:%M:%S}"
+    prompt = "".join(character if character.isprintable() else " " for character in job.prompt)  # no control codes
+    return (
+        job.job_id,
+        *([job.tenant] * with_tenant),
+        state,
+        created,
+        f"{job.num_frames_emitted}/{job.plan.clip.num_frames}",
+        prompt if len(prompt) <= MAX_SHOWN_PROMPT else prompt[: MAX_SHOWN_PROMPT - 1] + "…",
+    )
 
 
 def _attention(clip: ClipSpec) -> str:

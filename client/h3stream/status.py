@@ -7,6 +7,7 @@ the standard google.rpc details.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import grpc
@@ -105,6 +106,7 @@ def is_starting(error: grpc.RpcError) -> bool:
     return info.domain == DOMAIN and info.reason == errors.ModelLoadingError.reason
 
 
+_NO_HANDSHAKE = "handshake failed"
 _NO_HOST = ("DNS resolution failed", "errors resolving")
 
 
@@ -125,9 +127,15 @@ def _is_cut_sending(error: grpc.RpcError) -> bool:
 
 
 def is_nobody_there(error: grpc.RpcError) -> bool:
-    """Whether nothing listens at the address, or there is none: not a connection that was cut."""
+    """Whether there has been no connection, for what listens at the address, if anything: not one that was cut."""
     message: str = error.details() or ""
-    return any(sign in message for sign in ("Connection refused", "No such file or directory", *_NO_HOST))
+    signs = ("Connection refused", "No such file or directory", *_NO_HOST, _NO_HANDSHAKE)
+    return any(sign in message for sign in signs) or _is_shut_out(message)
+
+
+def _is_shut_out(message: str) -> bool:
+    """Whether something listens that ends a connection at once, as what speaks TLS does to who does not."""
+    return "failed to connect" in message and "Socket closed" in message
 
 
 def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
@@ -168,6 +176,13 @@ def _unreachable(message: str, address: str) -> str:
     """What a lost connection means in words, where there has been none; else what gRPC says."""
     if any(sign in message for sign in _NO_HOST):
         return f"there is no host of that name: {address}"
+    if "WRONG_VERSION_NUMBER" in message:
+        return f"what listens at {address} does not speak TLS; connect without it"
+    if _NO_HANDSHAKE in message:
+        told = re.sub(r".*SSL routines:(OPENSSL_internal:)?", "", message.removesuffix(": OK"))
+        return f"TLS with {address} fails ({told}): no certificate that is trusted here vouches for this server"
+    if _is_shut_out(message):
+        return f"what listens at {address} ends the connection: it may ask for TLS, or for a client's certificate"
     if "failed to connect" in message.lower():
         return f"nothing answers at {address}; is a server running there (h3stream serve)?"
     return message

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from h3stream import Client, GenerateRequest, embedded
-from h3stream.embedded import EmbeddedServer, model_directory, serve_command
+from h3stream.embedded import EmbeddedServer, model_directory, module_command
 from h3stream.errors import StartupError
 from tests.fakes import content_of, media_of, plan_of
 
@@ -221,7 +221,7 @@ async def test_the_server_ends_when_its_parent_is_killed(marks: Path, monkeypatc
 def test_a_server_that_does_not_stop_is_killed(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "deaf")
     monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.3)
-    with EmbeddedServer(Path("my-model"), lambda line: None) as server, Client(server.address) as client:
+    with EmbeddedServer(Path("my-model"), lambda line: None, os.environ) as server, Client(server.address) as client:
         assert client.server_info().model_name == "fake"
         assert server.log_tail() == "a line of the log"
     with pytest.raises(ProcessLookupError):
@@ -236,7 +236,7 @@ def test_a_user_who_waits_is_told_so_and_in_the_end_that_it_failed(
     monkeypatch.setattr(embedded, "STARTUP_TIMEOUT_S", 0.05)
     said: list[str] = []
     with pytest.raises(StartupError, match=r"has not started within 0\.05 s"):
-        EmbeddedServer(Path("my-model"), said.append).__enter__()
+        EmbeddedServer(Path("my-model"), said.append, os.environ).__enter__()
     assert said[0] == "starting the service on my-model"
     assert said[1].startswith("still starting after")
 
@@ -268,11 +268,18 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
 def test_without_the_server_package_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StartupError, match="install h3stream-server, or use a running server with --server"):
-        EmbeddedServer(Path("my-model"), lambda line: None).__enter__()
+        EmbeddedServer(Path("my-model"), lambda line: None, os.environ).__enter__()
 
 
 def test_a_folder_of_the_user_s_is_never_run_in_place_of_the_server(tmp_path: Path) -> None:
-    assert serve_command(["--threads", "3"]) == [sys.executable, "-P", "-m", "orchestrator", "--threads", "3"]
+    assert module_command("orchestrator", ["--threads", "3"]) == [
+        sys.executable,
+        "-P",
+        "-m",
+        "orchestrator",
+        "--threads",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from h3stream import (
     DeadlineError,
     Fragment,
     GenerateRequest,
+    IdempotencyKeyError,
     InitSegment,
     JobNotFoundError,
+    ModelLoadingError,
     MuxError,
     NotReadyError,
 )
@@ -64,11 +66,55 @@ async def test_a_loss_before_the_first_event_of_a_job_that_is_followed_is_one_li
     ] * 3
 
 
-async def test_a_job_that_is_not_known_yet_is_not_made_twice(call: Call, service: FakeVideoService) -> None:
-    service.script = Script(lose_at=[0])
-    with pytest.raises(NotReadyError):
-        await call("generate", "a fox")
+async def test_a_job_that_was_never_told_of_is_asked_for_again_under_the_same_name(
+    call: Call, service: FakeVideoService
+) -> None:
+    service.script = Script(lose_at=[0, 0])
+    assert await call("generate", "a fox") == MADE
     assert (len(service.requests), service.attached) == (1, [])
+    assert await call("generate", "a fox") == list(events_of(PLAN, "job-1"))
+    first, second = sorted(set(service.idempotency_keys), key=service.idempotency_keys.index)
+    assert service.idempotency_keys == [first, first, first, second]
+    assert min(len(first), len(second)) > 20
+
+
+async def test_a_name_that_the_caller_gives_is_kept(call: Call, service: FakeVideoService) -> None:
+    service.script = Script(lose_at=[0])
+    assert await call("generate", "a fox", idempotency_key="my-fox") == MADE
+    assert await call("generate", "a fox", idempotency_key="my-fox") == MADE
+    assert (service.idempotency_keys, len(service.requests)) == (["my-fox"] * 3, 1)
+    with pytest.raises(IdempotencyKeyError, match="my-fox has named another request"):
+        await call("generate", "a bear", idempotency_key="my-fox")
+
+
+async def test_a_refinement_of_a_job_is_asked_for_again_under_the_same_name(
+    call: Call, service: FakeVideoService
+) -> None:
+    await call("generate", "a fox")
+    service.script = Script(lose_at=[0])
+    assert (await call("refine", "job-0"))[0].job_id == "refine-0"
+    _, first, second = service.idempotency_keys
+    assert (first, len(service.headers)) == (second, 1)
+
+
+@pytest.mark.parametrize("num_loading_calls", [0, 3])
+async def test_a_server_that_is_started_again_is_waited_for(
+    call: Call, service: FakeVideoService, num_loading_calls: int
+) -> None:
+    service.script = Script(restart_at=[0, 4, len(MADE) - 1], num_loading_calls=num_loading_calls)
+    assert await call("generate", "a fox") == MADE
+    assert len(service.requests) == 1
+    assert service.attached == [attach_request("job-0", from_seq=seq) for seq in (4, len(MADE) - 1)]
+    service.script = Script(restart_at=[0, 4], num_loading_calls=num_loading_calls)
+    assert await call("attach", "job-0", from_chunk=2) == [MADE[0], MADE[INIT], *MADE[FRAGMENTS[1] :]]
+
+
+async def test_a_server_that_is_starting_refuses_who_was_not_there_before(
+    call: Call, service: FakeVideoService
+) -> None:
+    service.script = Script(refuse_with=ModelLoadingError("the model is still being loaded"))
+    with pytest.raises(ModelLoadingError):
+        await call("generate", "a fox")
 
 
 @pytest.mark.parametrize("options", [{"reconnect_s": 0}, {"cancel_on_disconnect": True}], ids=str)
