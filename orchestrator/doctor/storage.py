@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -143,8 +144,11 @@ def check_journal(data: Path) -> Finding:
     if not path.exists():
         return Finding("journal", "ok", "there is none yet")
     remedy = "nothing: the next start moves it aside and makes it anew from the jobs' directories"
+    # Without this nobody has it open, and to read it in the usual way would make files beside it.
+    is_open = path.with_name(f"{JOURNAL_NAME}-wal").exists()
+    address = f"{path.resolve().as_uri()}?{'mode=ro' if is_open else 'immutable=1'}"
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)) as journal:
+        with closing(sqlite3.connect(address, uri=True, timeout=5.0)) as journal:
             (told,), *more = journal.execute("PRAGMA quick_check").fetchall()
             num_jobs = journal.execute("SELECT count(*) FROM jobs").fetchone()[0] if told == "ok" else 0
     except sqlite3.Error as error:
@@ -173,9 +177,15 @@ def check_leftovers(data: Path) -> Finding:
 def _check_parent(data: Path) -> Finding:
     """Whether a directory that is not there can be made."""
     place = _nearest(data)
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
-        return Finding("writing", "ok", f"{data} is not there yet and can be made")
-    return Finding("writing", "fail", f"{data} cannot be made in {place}", "give --data a place of the server's user")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return Finding(
+            "writing", "fail", f"{data} cannot be made in {place}: {error.strerror}",
+            "give --data a place where the server's user may write",
+        )  # fmt: skip
+    return Finding("writing", "ok", f"{data} is not there yet and can be made")
 
 
 def _nearest(path: Path) -> Path:
