@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -331,6 +332,9 @@ def main() -> None:
     try:
         settings = EdgeSettings(**parse_values(EdgeSettings, given))
         setup(settings.log_format)
+        # Connections are bounded by ConnectionLimits, which says so to those beyond; a shell's limit would not.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         asyncio.run(_serve(listen, core, settings))
     except StartupError as error:
         print(error, flush=True)
