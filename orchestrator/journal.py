@@ -127,14 +127,15 @@ class Journal:
     was_damaged = False
     """Whether there was a journal that could not be read; it has been moved aside, and this one is empty."""
 
+    _sums: _Sums
+
     def __init__(self, path: Path) -> None:
         """Opens the journal, or makes one. Raises StartupError if it can do neither."""
         self.path = path
-        self._sums = _Sums()
         try:
             try:
                 self._open()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
                 if not _is_damage(error):
                     raise
                 log.error("%s is damaged (%s); it is moved aside and made anew from the jobs' files", path, error)
@@ -292,6 +293,7 @@ class Journal:
         fsync_directory(self.path.parent)
         if (report := execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(" ".join(report[0].split()))
+        self._sums = _Sums()
         for values in execute(_SELECT):
             self._count(_to_row(values), 1)
 
@@ -380,7 +382,7 @@ def _number_of(token: str) -> int:
     raise invalid_request([FieldViolation("page_token", description, "UNKNOWN_PAGE")])
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: Exception) -> bool:
     """Whether an error is about what is in the file, and not about getting at it."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in _TROUBLE
 

@@ -128,23 +128,7 @@ def load_job(directory: Path, row: JobRow) -> tuple[records_pb2.JobRecord, recor
 
     What is damaged or missing is made anew from what is left, and written. Raises PhaseError if that fails.
     """
-    record, damage_of_record = _try(read_job_record, directory)
-    end, damage_of_end = _try(read_job_end, directory)
-    if record is not None and end is not None:
-        return record, end
-    history = _read_history(directory / LOG_NAME)
-    is_live = row.ended_s is None and not damage_of_record and not damage_of_end
-    if record is not None and is_live and history.completed is None:
-        return record, None
-    damage = damage_of_record or damage_of_end
-    if damage:
-        log.error("%s: it is made anew from what is left of the job", damage)
-    if record is None:
-        record = _record_from(directory, row.tenant, row.created_s, history, end)
-        write_job_record(directory, record)
-    if end is None:
-        end = _end_from(directory, row, record, history, damage)
-        write_job_end(directory, end)
+    record, end, _ = _load(directory, row)
     return record, end
 
 
@@ -172,6 +156,27 @@ class _History:
     """Its last event, if it succeeded."""
 
 
+def _load(directory: Path, row: JobRow) -> tuple[records_pb2.JobRecord, records_pb2.JobEnd | None, _History]:
+    """What `load_job` returns, and what the log tells where the records alone do not say all."""
+    record, damage_of_record = _try(read_job_record, directory)
+    end, damage_of_end = _try(read_job_end, directory)
+    if record is not None and end is not None:
+        return record, end, _History(row.created_s)
+    history = _read_history(directory / LOG_NAME)
+    damage = damage_of_record or damage_of_end
+    if record is not None and not damage and row.ended_s is None and history.completed is None:
+        return record, None, history
+    if damage:
+        log.error("%s: it is made anew from what is left of the job", damage)
+    if record is None:
+        record = _record_from(directory, row.tenant, row.created_s, history, end)
+        write_job_record(directory, record)
+    if end is None:
+        end = _end_from(directory, row, record, history, damage)
+        write_job_end(directory, end)
+    return record, end, history
+
+
 def _match(journal: Journal, jobs_directory: Path, names: set[str]) -> None:
     """Forgets jobs without a directory, whose removal was not finished, and enters directories without a row."""
     known = {row.job_id for row in journal.rows()}
@@ -184,13 +189,16 @@ def _match(journal: Journal, jobs_directory: Path, names: set[str]) -> None:
 
 
 def _settle(journal: Journal, jobs_directory: Path) -> None:
-    """Enters the ends of jobs that are said to be live and have ended, or cannot go on."""
+    """Enters what the files of jobs that are said to be live know better: that they have ended, cannot go on, or have
+    been on a lane."""
     ended = []
     for row in journal.live():
         directory = jobs_directory / row.job_id
-        _, end = load_job(directory, row)
+        _, end, history = _load(directory, row)
         if end is not None:
             ended.append(_swept(directory, end.job))
+        elif history.has_run and row.state == "queued":
+            journal.set_running(row.job_id, history.num_resumes)
     for values in sorted(ended, key=lambda values: values[2]):
         journal.set_ended(*values)
 
@@ -242,7 +250,8 @@ def _read_history(path: Path) -> _History:
                     history.phase = event.phase
                     history.has_run = True
                 case "warning":
-                    history.num_resumes += event.warning.reason == RESUMED
+                    warning = cast(video_pb2.Warning, event.warning)  # which the stubs take for Python's own class
+                    history.num_resumes += warning.reason == RESUMED
                 case "fragment":
                     history.num_frames += event.fragment.num_frames
                 case "completed":
