@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class Script:
     arrivals: list[str] = field(default_factory=list)
     """Calls that arrived, in order, by the worker and the method."""
     work: list[str] = field(default_factory=list)
-    """What was really done, in order: "sampled:INDEX", "cleaned:INDEX" (a clean forward), "decoded:INDEX" and so on."""
+    """What was really done, in order: "sampled:INDEX" (and its latents sent), "cleaned:INDEX" (a clean forward),
+    "decoded:INDEX" and so on."""
 
     async def reach(self, point: str) -> None:
         self.calls.append(point)
@@ -183,7 +185,7 @@ class DitSession:
     def value(self, index: int) -> float:
         """What the latents of the next chunk are full of."""
         seed = [seed for first, seed in self.noise if first <= index][-1]
-        return (3 * (self.values[-1] if self.values else 0) + index + seed % 97) % 1009
+        return float((3 * (self.values[-1] if self.values else 0) + index + seed % 97) % 1009)
 
 
 class FakeDit(workers_pb2_grpc.DitServiceServicer):
@@ -237,17 +239,19 @@ class FakeDit(workers_pb2_grpc.DitServiceServicer):
         else:
             if index != len(session.values):
                 raise UnsupportedError(f"chunk {index} cannot be sampled: the next one is {len(session.values)}")
-            if session.standing is None:
+            is_new = session.standing is None
+            if is_new:
                 async for response in self.sample(request.session_id, index):
                     yield response
                 session.standing = session.value(index)
-                self.script.work.append(f"sampled:{index}")
             value = session.standing
         await self.worker.reach(f"latents:{index}")
         parts = latent_parts(value)
         yield workers_pb2.SampleChunkResponse(tensor=parts[0])
         await self.worker.reach(f"half:{index}")
         yield workers_pb2.SampleChunkResponse(tensor=parts[1])
+        if session.clip.mode != "dense" and is_new:
+            self.script.work.append(f"sampled:{index}")
 
     async def sample(self, session_id: str, index: int):
         """The forwards of a chunk."""
@@ -516,8 +520,9 @@ def refined_values(data: bytes, shape: tuple[int, ...], seed: int) -> torch.Tens
     return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape) + (seed % 97 + 1)
 
 
+@cache
 def latents_file(clip, seed: int | None = None) -> bytes:
-    """A file of latents of a clip, whose values count."""
+    """A file of latents of a clip, whose values count. The order in its header is another each time it is made."""
     shapes = latent_shapes(clip)
     about = {name: str(getattr(clip, name)) for name in ("num_frames", "width", "height", *SHIFTS)}
     seed = clip.seed if seed is None else seed
@@ -607,8 +612,7 @@ class FakeLaneHost:
         # Known before it starts: who is cancelled in the middle of a start stops what there is.
         self.workers[worker], self._servers[worker] = fake, server
         self._runners.append(runner)
-        name = f"{self.num_starts}-{len(self.restarts)}-{worker.value}"
-        return await server.start(f"unix:{self.directory}/{name}.sock")
+        return await server.start(f"unix:{self.directory}/{len(self._runners)}-{worker.value}.sock")
 
     def _dies(self, worker: Worker) -> None:
         dying = asyncio.create_task(self.kill(worker))
@@ -626,7 +630,7 @@ class FakeLaneHost:
             fake.weights.leave()
         for runner in self._runners:
             runner.close()
-        self._servers, self._runners = {}, []
+        self._servers = {}
 
 
 def broken(message: str = "the kernel is out of order") -> Exception:
