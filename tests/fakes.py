@@ -417,6 +417,8 @@ class FakeVideoService(video_pb2_grpc.VideoServiceServicer):
         for event in _failing(events, self.script.refine_failure):
             if event.seq >= start or (joins and isinstance(event, Accepted | InitSegment)):
                 await self._lose(event, context)
+                if event.seq == self.script.silent_at:
+                    await self._never()
                 yield video_pb2.AttachResponse(event=codec.event_to_proto(event))
 
     async def CancelJob(self, request: video_pb2.CancelJobRequest, context: Any) -> video_pb2.CancelJobResponse:

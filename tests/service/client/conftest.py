@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,41 @@ from tests.fakes import FakeVideoService, serve_video
 
 Call = Callable[..., Any]
 """`await call("refine", "job-0")` collects the events of that call."""
+CLI = [sys.executable, "-m", "h3stream.cli"]
+
+
+@dataclass
+class Result:
+    status: int
+    out: bytes
+    err: str
+
+
+Run = Callable[..., Awaitable[Result]]
+
+
+async def start(*arguments: str, cwd: Path) -> Process:
+    return await asyncio.create_subprocess_exec(*CLI, *arguments, cwd=cwd, stdout=PIPE, stderr=PIPE)
+
+
+async def finish(process: Process) -> Result:
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return Result(process.returncode, out, err.decode())
+
+
+@pytest.fixture
+def run(address: str, tmp_path: Path) -> Run:
+    async def run(*arguments: str) -> Result:
+        return await finish(await start(*arguments, "--server", address, cwd=tmp_path))
+
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 @pytest.fixture

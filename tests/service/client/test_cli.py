@@ -8,10 +8,7 @@ import os
 import pty
 import re
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,44 +31,10 @@ from h3stream import (
 from h3stream.cli import main, make_parser
 from h3stream.codec import refine_spec_from_proto
 from tests.fakes import NOTICE, FakeVideoService, Script, content_of, events_of, media_of, plan_of
+from tests.service.client.conftest import CLI, Run, finish, start, until
 
 PLAN = plan_of(GenerateRequest("a fox"))
 FIRST = next(e for e in events_of(PLAN) if isinstance(e, Fragment))
-CLI = [sys.executable, "-m", "h3stream.cli"]
-
-
-@dataclass
-class Result:
-    status: int
-    out: bytes
-    err: str
-
-
-Run = Callable[..., Awaitable[Result]]
-
-
-async def start(*arguments: str, cwd: Path) -> Process:
-    return await asyncio.create_subprocess_exec(*CLI, *arguments, cwd=cwd, stdout=PIPE, stderr=PIPE)
-
-
-async def finish(process: Process) -> Result:
-    out, err = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode is not None
-    return Result(process.returncode, out, err.decode())
-
-
-@pytest.fixture
-def run(address: str, tmp_path: Path) -> Run:
-    async def run(*arguments: str) -> Result:
-        return await finish(await start(*arguments, "--server", address, cwd=tmp_path))
-
-    return run
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_generate_writes_the_stream_and_tells_how_it_went(run: Run, tmp_path: Path) -> None:

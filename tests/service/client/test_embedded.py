@@ -33,6 +33,7 @@ CHILD = """
 
     async def main():
         (marks / "arguments").write_text("\\n".join(sys.argv[1:]))
+        (marks / "environment").write_text("\\n".join(os.environ))
         print("starting", flush=True)
         print("a line of the log", file=sys.stderr, flush=True)
         if mode == "die":
@@ -197,6 +198,16 @@ async def test_an_interrupt_cancels_the_job_and_stops_the_server(marks: Path, mo
     assert status == 130
     assert err.splitlines()[-1] == "h3stream: interrupted; the job is cancelled"
     assert (marks / "stopped").exists()
+
+
+async def test_the_server_finds_nothing_of_who_may_call_where(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("API_KEY", "KEYS", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "THREADS")
+    for name in names:
+        monkeypatch.setenv(f"H3STREAM_{name}", "no" if name == "TLS" else "1")
+    status, _, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model"))
+    assert status == 0, err
+    found = (marks / "environment").read_text().splitlines()
+    assert [name for name in found if name.startswith("H3STREAM_")] == ["H3STREAM_THREADS"]
 
 
 async def test_an_interrupt_while_the_server_starts_stops_it(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
