@@ -106,9 +106,7 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
             *clip_violations(clip),
             *(_dense_violations(request) if is_dense else ()),
             *_registry_violations(request.adapters, registry, is_dense),
-            *artifact_violations(request.artifacts),
-            *(() if request.preview is None else preview_violations(request.preview)),
-            *_refinement_violations(request.refine_audio, clip, registry, "refine_audio"),
+            *option_violations(request, clip, registry),
         ]
     )
     if is_dense:
@@ -122,6 +120,22 @@ def resolve(request: GenerateRequest, model: ModelInfo, adapters: Sequence[Adapt
     return dataclasses.replace(clip, adapters=further)
 
 
+def option_violations(request: GenerateRequest, clip: ClipSpec, registry: Registry) -> Iterator[Violation]:
+    """What is wrong with what a request asks for beside its clip."""
+    yield from artifact_violations(request.artifacts)
+    if request.preview is not None:
+        yield from preview_violations(request.preview)
+    yield from _refinement_violations(request.refine_audio, clip, registry, "refine_audio")
+    yield from deadline_violations(request.deadline_s)
+
+
+def deadline_violations(deadline_s: float | None) -> Iterator[Violation]:
+    """What is wrong with a deadline, which is finite."""
+    if deadline_s is not None and deadline_s <= 0:
+        description = f"deadline_s is {deadline_s:g}; it must be above 0, or left out for none"
+        yield Violation("deadline_s", description, "OUT_OF_RANGE")
+
+
 def make_plan(
     clip: ClipSpec,
     model: ModelInfo,
@@ -130,11 +144,13 @@ def make_plan(
     artifacts: Sequence[str] = (),
     preview: PreviewSpec = NO_PREVIEW,
     refinement: RefineSpec | None = None,
+    branch: video_pb2.Branch | None = None,
 ) -> video_pb2.Plan:
     """What a checked clip makes, in full.
 
     adapters: the registry.  artifacts: those asked for; empty: the default.  preview: the stills on the way.
-    refinement: checked and complete; None: the sound stays as it is.
+    refinement: checked and complete; None: the sound stays as it is.  branch: what it goes on from, complete; None: it
+    begins at its beginning.
     """
     chunks = chunk_table(clip.num_frames)
     is_dense = clip.mode == "dense"
@@ -172,6 +188,9 @@ def make_plan(
         artifacts=kept,
         preview=preview_spec_to_proto(preview),
     )
+    if branch is not None:
+        plan.branch.CopyFrom(branch)
+        plan.num_noise_forwards -= clip.steps * branch.from_chunk
     if refinement is not None:
         plan.refine_audio.CopyFrom(refine_spec_to_proto(refinement))
     return plan
