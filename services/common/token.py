@@ -30,7 +30,10 @@ def carries(metadata: Sequence[tuple[str, str | bytes]] | None, token: str) -> b
     """Whether a call's metadata holds the token; takes the same time for every wrong one of its length."""
     expected = f"Bearer {token}".encode()
     found = [value for key, value in metadata or () if key == _HEADER]
-    return any(hmac.compare_digest(value if isinstance(value, bytes) else value.encode(), expected) for value in found)
+    return any(
+        hmac.compare_digest(value if isinstance(value, bytes) else value.encode(errors="replace"), expected)
+        for value in found
+    )
 
 
 class TokenChannel(aio.Channel):

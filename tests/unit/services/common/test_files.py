@@ -19,6 +19,26 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("clip.json", b"whole")]
 
 
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(fd: int) -> None:
+        fsync(fd)
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+
+    def watched_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        done.append(("replace", target.name))
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    write_whole(tmp_path / "clip.json", b"whole")
+    assert done == [("fsync", ".clip.json.part"), ("replace", "clip.json"), ("fsync", tmp_path.name)]
+
+
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
 def test_a_file_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
 import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from services.common.ledger import ResidencyLedger, read_ledger
 from services.common.process import WorkerProcess
 from services.common.residency import DeviceWeights
 from services.common.rpc import connect
+from services.common.token import TOKEN_VARIABLE
 from services.common.verbs import VerbRunner
 from services.common.worker import ServedWorker
 
@@ -151,6 +155,36 @@ def test_listening_beyond_loopback_needs_the_flag_that_says_insecure(tmp_path: P
         ends[flags] = result.stderr.splitlines()[-1]
     assert ends[()].startswith("services.vae: listen is '0.0.0.0:0': callers are not authenticated")
     assert ends[("--insecure",)].endswith("; give --video-vae PATH")
+
+
+def test_a_token_in_the_environment_authenticates_callers_so_that_any_address_will_do(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.vae", "--model", str(tmp_path), "--listen", "0.0.0.0:0"]
+    ends = {}
+    for token in ("q8Zr2xWc7Lk4Vn1T", "too short"):
+        environment = os.environ | {TOKEN_VARIABLE: token}
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert result.returncode == 1
+        assert token not in result.stderr + result.stdout
+        ends[token] = result.stderr.splitlines()[-1]
+    assert ends["q8Zr2xWc7Lk4Vn1T"].endswith("; give --video-vae PATH")
+    assert "must be 16 to 256 letters" in ends["too short"]
+
+
+async def test_a_worker_with_a_token_answers_those_who_send_it(
+    process: WorkerProcess, config: WorkerConfig, tmp_path: Path
+) -> None:
+    guarded = WorkerProcess("linear", dataclasses.replace(config, token="q8Zr2xWc7Lk4Vn1T"))
+    torch.set_grad_enabled(True)
+    address = await guarded.start(f"unix:{tmp_path}/w.sock")
+    async with connect(address) as stranger, connect(address, "q8Zr2xWc7Lk4Vn1T") as known:
+        with pytest.raises(grpc.RpcError) as raised:
+            await workers_pb2_grpc.WorkerServiceStub(stranger).Describe(workers_pb2.DescribeRequest(), timeout=20)
+        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        answer = await workers_pb2_grpc.WorkerServiceStub(known).Describe(workers_pb2.DescribeRequest(), timeout=20)
+    assert answer.worker == "dit"
+    await guarded.stop()
 
 
 def test_a_part_that_is_nowhere_ends_the_process_with_one_line_that_names_its_flag() -> None:
