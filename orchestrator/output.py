@@ -91,9 +91,11 @@ class Output:
         if number < self._delivered.num_media:
             if not self._delivered.matches(number, media):
                 raise ResumeError(f"piece {number} of the {self._what} was made again, but not as it was delivered")
+        elif self._has_failed():
+            return
         elif number > self._delivered.num_media:
             raise PhaseError(f"piece {number} of the {self._what} came before piece {self._delivered.num_media}")
-        elif not self._has_failed():
+        else:
             self._job.emit(media, is_refined=self._is_refined)
 
     def stream_failed(self, reason: str) -> None:

@@ -122,6 +122,8 @@ class WorkerClient:
                 self.is_lost = True
                 error = WorkerLostError(f"the {self.worker.value} worker is gone")
             raise error from rpc_error
+        except grpc.aio.UsageError as usage_error:  # the connection was ended when the lane could not be started again
+            raise WorkerLostError(f"the {self.worker.value} worker is gone") from usage_error
 
 
 class TextEncoderClient(WorkerClient):

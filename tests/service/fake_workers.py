@@ -64,6 +64,8 @@ class Script:
     """Frame beyond which no fragment is made."""
     stream_failure: str = ""
     """Why."""
+    encoder: bytes = b""
+    """What fragments are marked with: another one makes others."""
     no_encoder: str = ""
     """Why the DiT worker cannot make stills; empty if it can."""
     no_stills_from: int = 99
@@ -412,7 +414,7 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
             init = types_pb2.InitSegment(data=b"init", mime_type='video/mp4; codecs="avc1.64000a"')
             answer.append(workers_pb2.DecodeChunkResponse(init_segment=init))
         fragment = types_pb2.Fragment(
-            data=b"fragment" + latents + session.digest.digest(),
+            data=b"fragment" + self.script.encoder + latents + session.digest.digest(),
             fragment_index=session.num_fragments,
             chunk_index=index,
             start_ticks=first * TICKS_PER_FRAME,
@@ -582,7 +584,7 @@ class FakeLaneHost:
         self.restarts: list[Worker] = []
         """Those that were started anew by themselves, in order."""
         self.refusals: list[StartupError] = []
-        """What the next starts of one worker end with."""
+        """What the next starts end with, of one worker or of all."""
         self.preview_map: PreviewMap | None = PreviewMap((0.0,) * 72, (0.5,) * 3)
         """Of the VAE worker, from its next start on."""
         self._servers: dict[Worker, RpcServer] = {}
@@ -590,6 +592,8 @@ class FakeLaneHost:
         self._dying: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Mapping[Worker, str]:
+        if self.refusals:
+            raise self.refusals.pop()
         self.num_starts += 1
         return {worker: await self._start(worker) for worker in _REGISTER}
 

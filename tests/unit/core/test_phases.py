@@ -13,10 +13,10 @@ def test_every_phase_has_a_holder_and_moves() -> None:
     assert set(MOVES) == set(Phase)
 
 
-def test_only_decoding_and_encoding_follow_themselves() -> None:
+def test_only_decoding_encoding_and_commits_follow_themselves() -> None:
     for phase, successors in MOVES.items():
         assert successors <= set(Phase)
-        assert (phase in successors) == (phase in (Phase.DECODE, Phase.ENCODE))
+        assert (phase in successors) == (phase in (Phase.DECODE, Phase.ENCODE, Phase.COMMIT))
 
 
 def test_every_phase_is_reached_from_the_queue_and_reaches_the_end() -> None:
@@ -54,9 +54,23 @@ def test_a_known_prompt_skips_the_text_encoder() -> None:
     assert Phase.PREFILL in MOVES[Phase.QUEUED]
 
 
-def test_a_chunk_is_sampled_before_it_is_committed_and_the_end_follows_a_decode() -> None:
-    assert {before for before, after in MOVES.items() if Phase.COMMIT in after} == {Phase.DENOISE, Phase.DECODE}
-    assert {before for before, after in MOVES.items() if Phase.FINISH in after} == {Phase.DECODE}
+def test_a_job_that_is_taken_up_again_is_a_walk_through_the_table() -> None:
+    """Its finished chunks are decoded again or not, put back into the cache or not."""
+    for decoded in ([], [Phase.DECODE, Phase.DECODE]):
+        for begun in ([Phase.PREFILL], [Phase.ENCODE, Phase.PREFILL]):
+            for committed in ([], [Phase.COMMIT, Phase.COMMIT]):
+                walk = [Phase.QUEUED, *decoded, *begun, *committed, Phase.DENOISE, Phase.DECODE, Phase.FINISH]
+                assert all(after in MOVES[before] for before, after in itertools.pairwise(walk))
+        assert all(
+            after in MOVES[before] for before, after in itertools.pairwise([Phase.QUEUED, *decoded, Phase.FINISH])
+        )
+
+
+def test_nothing_is_committed_or_sampled_before_the_text_is_there() -> None:
+    for phase in (Phase.COMMIT, Phase.DENOISE):
+        assert {before for before, after in MOVES.items() if phase in after} <= {
+            Phase.PREFILL, Phase.DENOISE, Phase.DECODE, Phase.COMMIT,
+        }  # fmt: skip
 
 
 def test_each_worker_holds_the_device_in_some_phase() -> None:
