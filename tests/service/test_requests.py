@@ -133,7 +133,8 @@ class HeaderOnly:
 async def test_while_the_model_is_loaded_requests_are_planned_and_adapters_listed_from_their_headers(
     tmp_path: Path,
 ) -> None:
-    scheduler = Scheduler([], tmp_path, max_queued_jobs=1, kept_jobs=1)  # never started
+    scheduler = Scheduler([], tmp_path, max_queued_jobs=1, kept_jobs=1)
+    scheduler.open()  # and never started
     settings = Settings(model=tmp_path, data=tmp_path)
     adapters = (HeaderOnly("b"), HeaderOnly("a"))
     async with serving(tmp_path, scheduler, MODEL, adapters, settings) as address, connect(address) as channel:
