@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ async def watch(client: AsyncClient, job_id: str) -> Watched:
 def _watch_in_process(address: str, num_viewers: int, jobs: Any, results: Any) -> None:
     """One process of viewers: one job after the other, until told an empty name."""
     os.nice(19)  # viewers are elsewhere: what they take themselves must not be taken from the server
+    logging.getLogger("h3stream").setLevel(logging.ERROR)  # that a connection was lost is what was meant
     CHANNEL_OPTIONS.append(("grpc.use_local_subchannel_pool", 1))  # a connection for each of them
 
     async def follow() -> None:
@@ -117,7 +120,7 @@ class Stalled:
     """Calls that follow a job, take its first event and then read no more until they are told to."""
 
     def __init__(self, address: str, job_id: str, num_viewers: int) -> None:
-        self._may_read = threading.Event()
+        self._read_on: Callable[[], object]
         self._have_begun = threading.Barrier(2)
         self._digests: list[str] = []
         work = self._follow(address, job_id, num_viewers)
@@ -127,18 +130,23 @@ class Stalled:
 
     def read_on(self) -> list[str]:
         """Reads what there is to the end; returns the SHA-256 of each one's media."""
-        self._may_read.set()
+        self._read_on()
         self._thread.join()
         return self._digests
 
     async def _follow(self, address: str, job_id: str, num_viewers: int) -> None:
+        may_read = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._read_on = lambda: loop.call_soon_threadsafe(may_read.set)
+
         async def one(channel: Any, begun: asyncio.Event) -> str:
             digest = hashlib.sha256()
             call = video_pb2_grpc.VideoServiceStub(channel).Attach(video_pb2.AttachRequest(job_id=job_id))
-            await call.read()  # `accepted`, which has no media
+            responses = aiter(call)
+            await anext(responses)  # `accepted`, which has no media
             begun.set()
-            await asyncio.to_thread(self._may_read.wait)
-            async for response in call:
+            await may_read.wait()
+            async for response in responses:
                 payload = response.event.WhichOneof("payload")
                 if payload in ("init_segment", "fragment"):
                     digest.update(getattr(response.event, payload).data)
@@ -150,5 +158,5 @@ class Stalled:
             reading = [asyncio.create_task(one(channel, event)) for event in begun]
             for event in begun:
                 await event.wait()
-            self._have_begun.wait()
+            await asyncio.to_thread(self._have_begun.wait)
             self._digests = list(await asyncio.gather(*reading))

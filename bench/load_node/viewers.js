@@ -22,6 +22,7 @@ const definition = protoLoader.loadSync("h3stream/v1/video.proto", {
   keepCase: true,
   longs: Number,
   oneofs: true,
+  defaults: true, // else event 0 has no number
 });
 const { VideoService } = grpc.loadPackageDefinition(definition).h3stream.v1;
 
