@@ -107,11 +107,9 @@ async def prepare(source: Job, from_chunk: int, directory: Path) -> list[Media]:
 
 def _source_violations(source: Job) -> Iterator[Violation]:
     if source.source is not None:
-        clip = f"; it refined the clip of job {source.source.job_id}" if source.source.job_id else ""
-        description = (
-            f"branch.job_id is {source.job_id}, which refines a sound{clip}; it must be a job that made a clip"
-        )
-        yield Violation("branch.job_id", description, "NOT_STREAMED")
+        clip = f" of job {source.source.job_id}" if source.source.job_id else ""
+        found = f"branch.job_id is {source.job_id}, which refines the sound{clip}"
+        yield Violation("branch.job_id", f"{found}; it must be a job that makes a clip", "NOT_STREAMED")
     elif source.clip.mode != "streaming":
         description = (
             f"branch.job_id is {source.job_id}, whose clip is {source.clip.mode} and has no chunk boundary to go on "
