@@ -21,7 +21,7 @@ from core.budget import AAC_BIT_RATE
 from core.clock import TICKS_PER_FRAME, emission_table, final_audio_latents
 from core.geometry import SAMPLES_PER_AUDIO_LATENT, chunk_table, num_audio_latents, num_samples
 from h3stream import codec
-from h3stream.errors import GenerationError, JobCancelledError, JobNotFoundError
+from h3stream.errors import GenerationError, JobCancelledError, JobNotFoundError, UnauthenticatedError
 from h3stream.events import (
     Accepted,
     Artifact,
@@ -118,6 +118,8 @@ class LiveJob:
     request: GenerateRequest
     source_job_id: str = ""
     """The job whose sound it refines."""
+    owner: str = ""
+    """Key of its caller."""
     events: list[video_pb2.Event] = field(default_factory=list)
     state: JobState = "running"
     error: GenerationError | None = None
@@ -142,6 +144,8 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
     """Whether an encoder works."""
     refuse_with: GenerationError | None = None
     """Raised by Generate, at once."""
+    api_keys: tuple[str, ...] = ()
+    """Keys of callers; each sees the jobs that it has made alone. Without any, all callers are one."""
     info: ServerInfo = SERVER_INFO
     """What is told of the server."""
     jobs: dict[str, LiveJob] = field(default_factory=dict)
@@ -168,20 +172,24 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         if self.refuse_with is not None:
             raise self.refuse_with
         wanted = codec.request_from_proto(request)
+        self._key(context)
         plan_of(wanted)  # refuses what cannot be made
-        job = self._start(wanted)
+        if wanted.branch is not None:
+            self._job(wanted.branch.job_id, context)
+        job = self._start(wanted, owner=self._key(context))
         async for event in self._read(job, 0):
             yield video_pb2.GenerateResponse(event=event)
 
     async def RefineAudio(self, request_iterator: Any, context: Any) -> AsyncIterator[video_pb2.RefineAudioResponse]:
         header = (await anext(request_iterator)).header
         spec = codec.refine_spec_from_proto(header.spec, "spec")
-        job = self._start(replace(self._job(header.job_id).request, refine_audio=spec), header.job_id)
+        source = self._job(header.job_id, context)
+        job = self._start(replace(source.request, refine_audio=spec), header.job_id, self._key(context))
         async for event in self._read(job, 0):
             yield video_pb2.RefineAudioResponse(event=event)
 
-    def _start(self, request: GenerateRequest, source_job_id: str = "") -> LiveJob:
-        job = LiveJob(f"job-{len(self.jobs)}", request, source_job_id)
+    def _start(self, request: GenerateRequest, source_job_id: str = "", owner: str = "") -> LiveJob:
+        job = LiveJob(f"job-{len(self.jobs)}", request, source_job_id, owner)
         self.jobs[job.job_id] = job
         task = asyncio.create_task(self._run(job))
         self._tasks.add(task)
@@ -191,25 +199,26 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[video_pb2.AttachResponse]:
         self.num_attached += 1
         try:
-            async for event in self._read(self._job(request.job_id), request.from_seq):
+            async for event in self._read(self._job(request.job_id, context), request.from_seq):
                 yield video_pb2.AttachResponse(event=event)
         finally:
             self.num_attached -= 1
 
     async def CancelJob(self, request: Any, context: Any) -> video_pb2.CancelJobResponse:
-        job = self._job(request.job_id)
+        job = self._job(request.job_id, context)
         if job.state == "running":
             await self._end(job, "cancelled", JobCancelledError(f"{job.job_id} was cancelled", job_id=job.job_id))
         return video_pb2.CancelJobResponse(job=self._to_proto(job))
 
     async def GetJob(self, request: Any, context: Any) -> video_pb2.GetJobResponse:
-        return video_pb2.GetJobResponse(job=self._to_proto(self._job(request.job_id)))
+        return video_pb2.GetJobResponse(job=self._to_proto(self._job(request.job_id, context)))
 
     async def GetServerInfo(self, request: Any, context: Any) -> video_pb2.GetServerInfoResponse:
+        self._key(context)
         return codec.server_info_to_proto(self.info)
 
     async def DownloadArtifact(self, request: Any, context: Any) -> AsyncIterator[video_pb2.DownloadArtifactResponse]:
-        job = self._job(request.job_id)
+        job = self._job(request.job_id, context)
         artifact = next(artifact for artifact in job.artifacts if artifact.name == request.name)
         message = video_pb2.DownloadArtifactResponse()
         message.artifact.name, message.artifact.size_bytes = artifact.name, artifact.size_bytes
@@ -327,8 +336,15 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
             sha256 = hashlib.sha256(data).hexdigest()
             job.artifacts += (Artifact(name, "video/mp4", len(data), sha256, f"jobs/{job.job_id}/{name}"),)
 
-    def _job(self, job_id: str) -> LiveJob:
-        if job_id not in self.jobs:
+    def _key(self, context: Any) -> str:
+        key = dict(context.invocation_metadata()).get("authorization", "").removeprefix("Bearer ")
+        if self.api_keys and key not in self.api_keys:
+            raise UnauthenticatedError("no such API key" if key else "that needs an API key")
+        return key
+
+    def _job(self, job_id: str, context: Any) -> LiveJob:
+        key = self._key(context)
+        if job_id not in self.jobs or (self.api_keys and self.jobs[job_id].owner != key):
             raise JobNotFoundError(f"there is no job {job_id!r}", job_id=job_id)
         return self.jobs[job_id]
 
@@ -343,7 +359,13 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
         )
         removed = () if job.source_job_id else (REMOVED,)
         return codec.job_to_proto(
-            replace(value, artifacts=job.artifacts, removed_artifacts=removed, source_job_id=job.source_job_id)
+            replace(
+                value,
+                prompt=job.request.prompt,
+                artifacts=job.artifacts,
+                removed_artifacts=removed,
+                source_job_id=job.source_job_id,
+            )
         )
 
 

@@ -1,8 +1,13 @@
 """The gateway as an ASGI application: the page, and a small HTTP API over the service's calls.
 
     GET    /                             the page
+    GET    /healthz                      whether the gateway answers
+    GET    /readyz                       whether the server takes jobs: 200, else 503
+    POST   /api/session                  keeps the key of the call in a cookie, for what a page's elements fetch
+    DELETE /api/session                  forgets it
     GET    /api/info                     the server's versions, limits, defaults and adapters
-    POST   /api/jobs                     makes a clip: a JSON object with the fields of GenerateRequest; 201 {"job_id"}
+    POST   /api/jobs                     makes a clip, or a branch of one: a JSON object with the fields of
+                                         GenerateRequest; 201 {"job_id"}
     POST   /api/jobs/ID/refine           refines its sound: a JSON object with the fields of RefineSpec; 201 {"job_id"}
     GET    /api/jobs/ID                  what is known of a job
     DELETE /api/jobs/ID                  cancels it
@@ -12,9 +17,9 @@
     GET    /api/jobs/ID/hls/index.m3u8   the stream as an HLS event playlist
     GET    /api/jobs/ID/artifacts/NAME   an artifact; Range works
 
-Every failure is a JSON object {"error": {"reason", "message", "job_id", "violations"?, "retry_after_s"?}}; a body that
-has begun is cut instead, so that nobody takes it for whole. The gateway holds no state that matters: all of it can be
-lost and everybody resumes.
+The API key of a call is handed on: it is the server's to judge. Every failure is a JSON object {"error": {"reason",
+"message", "job_id", "violations"?, "retry_after_s"?}}; a body that has begun is cut instead, so that nobody takes it
+for whole. The gateway holds no state that matters: all of it can be lost and everybody resumes.
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import ipaddress
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +40,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h3stream.errors import ArtifactNotFoundError, FieldViolation, GenerationError, NotReadyError
+from h3stream.errors import (
+    ArtifactNotFoundError,
+    FieldViolation,
+    GenerationError,
+    NotReadyError,
+    UnauthenticatedError,
+)
 from h3stream.events import StreamComplete
 from h3stream.fields import invalid_request
+from web.callers import forget_key, header_key, keep_key, key_of
 from web.gone import GoneError, find_artifact, incomplete_stream
 from web.playlist import ENDED_STATES, MediaIndexes
 from web.upstream import Upstream
@@ -76,22 +87,19 @@ IMMUTABLE = "private, max-age=3600, immutable"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(server: str, *, any_host: bool) -> ASGIApp:
-    """The application in front of the service at `server`, "HOST:PORT".
+def make_app(upstream: Upstream, *, any_host: bool) -> ASGIApp:
+    """The application in front of a service; the connection belongs to the event loop that serves.
 
     any_host: answer whatever name callers know this machine by. Otherwise only names of this machine itself are served,
     so that no web site can reach the gateway through a name that it points at loopback.
     """
-    gateway = Gateway()
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with Upstream(server) as upstream:  # belongs to the event loop that serves
-            gateway.connect(upstream)
-            yield
-
+    gateway = Gateway(upstream)
     job = "/api/jobs/{job_id}"
     routes = [
+        Route("/healthz", gateway.healthz),
+        Route("/readyz", gateway.readyz),
+        Route("/api/session", gateway.begin_session, methods=["POST"]),
+        Route("/api/session", gateway.end_session, methods=["DELETE"]),
         Route("/api/info", gateway.info),
         Route("/api/jobs", gateway.create, methods=["POST"]),
         Route(f"{job}/refine", gateway.refine, methods=["POST"]),
@@ -106,7 +114,6 @@ def make_app(server: str, *, any_host: bool) -> ASGIApp:
     ]
     app = Starlette(
         routes=routes,
-        lifespan=lifespan,
         exception_handlers={
             GenerationError: _on_generation_error,
             HTTPException: _on_http_error,
@@ -119,45 +126,69 @@ def make_app(server: str, *, any_host: bool) -> ASGIApp:
 class Gateway:
     """The handlers of the API."""
 
-    _upstream: Upstream
-    _indexes: MediaIndexes
+    def __init__(self, upstream: Upstream) -> None:
+        self._shared = upstream
+        self._indexes = MediaIndexes()
 
-    def connect(self, upstream: Upstream) -> None:
-        """Gives the client to use; no handler is called before."""
-        self._upstream = upstream
-        self._indexes = MediaIndexes(upstream)
+    def _upstream(self, request: Request) -> Upstream:
+        """The service, as a caller sees it."""
+        return self._shared.as_caller(key_of(request))
+
+    async def healthz(self, request: Request) -> Response:
+        """Whether the gateway answers."""
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        """Whether the service takes jobs."""
+        is_ready = await self._shared.is_ready()
+        return _json({"status": "ok" if is_ready else "the server takes no jobs"}, 200 if is_ready else 503)
+
+    async def begin_session(self, request: Request) -> Response:
+        """Keeps the key of the call, which the server must take, for what the browser fetches by itself."""
+        key = header_key(request)
+        await self._shared.as_caller(key).server_info()
+        response = Response(status_code=204)
+        keep_key(response, request, key)
+        return response
+
+    async def end_session(self, request: Request) -> Response:
+        """Forgets it."""
+        response = Response(status_code=204)
+        forget_key(response)
+        return response
 
     async def info(self, request: Request) -> Response:
         """The server's facts."""
-        return _json(await self._upstream.server_info())
+        return _json(await self._upstream(request).server_info())
 
     async def create(self, request: Request) -> Response:
         """Starts a job, which goes on by itself."""
-        async with self._upstream.generate(parse_request(await _json_body(request))) as events:
+        wanted = parse_request(await _json_body(request))
+        async with self._upstream(request).generate(wanted) as events:
             accepted = await anext(events)
         return _json({"job_id": accepted.job_id}, 201)
 
     async def refine(self, request: Request) -> Response:
         """Starts a job that refines the sound of another, which has ended."""
         spec = parse_refinement(await _json_body(request))
-        async with self._upstream.refine(request.path_params["job_id"], spec) as events:
+        async with self._upstream(request).refine(request.path_params["job_id"], spec) as events:
             accepted = await anext(events)
         return _json({"job_id": accepted.job_id}, 201)
 
     async def job(self, request: Request) -> Response:
         """What is known of a job."""
-        return _json(await self._upstream.job(request.path_params["job_id"]))
+        return _json(await self._upstream(request).job(request.path_params["job_id"]))
 
     async def cancel(self, request: Request) -> Response:
         """Cancels a job; answers once it has ended."""
-        return _json(await self._upstream.cancel(request.path_params["job_id"]))
+        return _json(await self._upstream(request).cancel(request.path_params["job_id"]))
 
     async def events(self, request: Request) -> Response:
         """Events as they come; `ended` follows the last one, however the job ended.
 
         A stream that closes without `ended` is to be resumed.
         """
-        job = await self._upstream.job(request.path_params["job_id"])
+        job = await self._upstream(request).job(request.path_params["job_id"])
         last = request.headers.get("last-event-id") or request.query_params.get("last_event_id")
         from_seq = 0 if not last else event_number("last_event_id", last) + 1
         if from_seq > job.num_events:
@@ -165,30 +196,34 @@ class Gateway:
             raise invalid_request([FieldViolation("last_event_id", f"event {from_seq - 1} {rule}")])
         # nginx and its like would otherwise collect events before they pass them on.
         headers = {"X-Accel-Buffering": "no"}
-        return LiveResponse(self._event_messages(job.job_id, from_seq), headers=headers, media_type="text/event-stream")
+        return LiveResponse(
+            self._event_messages(self._upstream(request), job.job_id, from_seq),
+            headers=headers,
+            media_type="text/event-stream",
+        )
 
-    async def _event_messages(self, job_id: str, from_seq: int) -> AsyncIterator[bytes]:
+    async def _event_messages(self, upstream: Upstream, job_id: str, from_seq: int) -> AsyncIterator[bytes]:
         yield b"retry: 1000\n\n"
         error: GenerationError | None = None
         try:
-            async with self._upstream.follow(job_id, from_seq) as events:
+            async with upstream.follow(job_id, from_seq) as events:
                 async for event in events:
                     yield server_sent_event(event)
         except GenerationError as ending:
             error = ending
-        job = await self._upstream.job(job_id)
+        job = await upstream.job(job_id)
         if job.state not in ENDED_STATES:
             raise error or NotReadyError("the events ended before the job", job_id=job_id)
         yield sse_message("ended", to_json({"state": job.state, "error": None if error is None else error_json(error)}))
 
     async def media(self, request: Request) -> Response:
         """The bytes of an init segment or a fragment, which never change."""
-        job = await self._upstream.job(request.path_params["job_id"])
+        job = await self._upstream(request).job(request.path_params["job_id"])
         seq = event_number("SEQ", request.path_params["seq"])
         if seq >= job.num_events:
             missing = f"event {seq} of job {job.job_id} has not come yet; there are {job.num_events}"
             raise ArtifactNotFoundError(missing, job_id=job.job_id)
-        async with self._upstream.follow(job.job_id, seq) as events:
+        async with self._upstream(request).follow(job.job_id, seq) as events:
             event = await anext(events)
         if data := event.media or event.refined_media:
             return Response(data, media_type="video/mp4", headers={"Cache-Control": IMMUTABLE})
@@ -202,17 +237,19 @@ class Gateway:
 
         Without `partial=true` it is cut where a job ends without the whole stream.
         """
-        job = await self._upstream.job(request.path_params["job_id"])
+        job = await self._upstream(request).job(request.path_params["job_id"])
         wish = request.query_params.get("partial", "false")
         if wish not in ("true", "false"):
             raise invalid_request([FieldViolation("partial", f"partial is {wish[:80]!a}; it must be true or false")])
         headers = {"Content-Disposition": 'inline; filename="partial.mp4"'} if wish == "true" else None
-        return LiveResponse(self._media(job.job_id, wish == "true"), headers=headers, media_type="video/mp4")
+        return LiveResponse(
+            self._media(self._upstream(request), job.job_id, wish == "true"), headers=headers, media_type="video/mp4"
+        )
 
-    async def _media(self, job_id: str, is_partial: bool) -> AsyncIterator[bytes]:
+    async def _media(self, upstream: Upstream, job_id: str, is_partial: bool) -> AsyncIterator[bytes]:
         ending: GenerationError | None = None
         try:
-            async with self._upstream.follow(job_id) as events:
+            async with upstream.follow(job_id) as events:
                 async for event in events:
                     if event.media:
                         yield event.media
@@ -220,21 +257,21 @@ class Gateway:
                         return
         except GenerationError as error:
             ending = error
-        job = await self._upstream.job(job_id)
+        job = await upstream.job(job_id)
         if not is_partial or job.state not in ENDED_STATES:
             raise ending or incomplete_stream(job)
 
     async def playlist(self, request: Request) -> Response:
         """The playlist as far as the job is; 410 once there will never be a whole one, so that players stop to ask."""
-        job = await self._upstream.job(request.path_params["job_id"])
-        index = await self._indexes.get(job)
+        job = await self._upstream(request).job(request.path_params["job_id"])
+        index = await self._indexes.get(job, self._upstream(request))
         if job.state in ENDED_STATES and not index.is_complete:
             raise incomplete_stream(job)
         return Response(index.playlist(), media_type="application/vnd.apple.mpegurl")
 
     async def artifact(self, request: Request) -> Response:
         """An artifact, or the range of it that is asked for."""
-        job = await self._upstream.job(request.path_params["job_id"])
+        job = await self._upstream(request).job(request.path_params["job_id"])
         name = request.path_params["name"]
         artifact = find_artifact(job, name)
         tag = f'"{artifact.sha256}"'
@@ -252,7 +289,7 @@ class Gateway:
         if wanted is not None:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{artifact.size_bytes}"
         status = 200 if wanted is None else 206
-        data = self._upstream.artifact_bytes(job.job_id, name, start, stop)
+        data = self._upstream(request).artifact_bytes(job.job_id, name, start, stop)
         return LiveResponse(data, status, headers, artifact.media_type)
 
 
@@ -298,7 +335,7 @@ class Guard:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
-                defaults = {"Cache-Control": "no-cache", **PAGE_HEADERS}
+                defaults = {"Cache-Control": "no-cache", "Vary": "Authorization, Cookie", **PAGE_HEADERS}
                 extra = [(name.lower().encode(), value.encode()) for name, value in defaults.items()]
                 message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in present)]
             await send(message)
@@ -334,8 +371,10 @@ async def _json_body(request: Request) -> bytes:
 
 async def _on_generation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GenerationError)
-    headers = {}
+    headers: dict[str, str] = {}
     facts = error_json(error)
+    if isinstance(error, UnauthenticatedError):
+        headers["WWW-Authenticate"] = "Bearer"
     if "retry_after_s" in facts:
         headers["Retry-After"] = str(math.ceil(facts["retry_after_s"]))
     return _error(http_status(error), facts, headers)

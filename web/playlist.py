@@ -56,23 +56,25 @@ class MediaIndex:
 class MediaIndexes:
     """Indexes of the jobs that were last asked for, each grown by reading only the events that are new."""
 
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
+    def __init__(self) -> None:
         self._indexes: OrderedDict[str, MediaIndex] = OrderedDict()
 
-    async def get(self, job: Job) -> MediaIndex:
-        """The index of a job, as far as the job is. Raises a GenerationError if its events cannot be read."""
+    async def get(self, job: Job, upstream: Upstream) -> MediaIndex:
+        """The index of a job, as far as the job is. Raises a GenerationError if its events cannot be read.
+
+        upstream: that of a caller who may see the job.
+        """
         index = self._indexes.setdefault(job.job_id, MediaIndex())
         self._indexes.move_to_end(job.job_id)
         if len(self._indexes) > MAX_INDEXED_JOBS:
             self._indexes.popitem(last=False)
         async with index.lock:
             if index.num_events < job.num_events:
-                await self._grow(index, job)
+                await self._grow(index, job, upstream)
         return index
 
-    async def _grow(self, index: MediaIndex, job: Job) -> None:
-        async with self._upstream.follow(job.job_id, index.num_events) as events:
+    async def _grow(self, index: MediaIndex, job: Job, upstream: Upstream) -> None:
+        async with upstream.follow(job.job_id, index.num_events) as events:
             async for event in events:
                 index.num_events = event.seq + 1
                 if isinstance(event, Accepted):

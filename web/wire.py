@@ -15,7 +15,7 @@ from h3stream.errors import FieldViolation, GenerationError, InvalidRequestError
 from h3stream.events import Event, Preview
 from h3stream.fields import invalid_request
 from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
-from h3stream.request import GenerateRequest, PreviewSpec
+from h3stream.request import Branch, GenerateRequest, PreviewSpec
 
 REQUEST_FIELDS = tuple(
     field.name for field in dataclasses.fields(GenerateRequest) if field.name != "cancel_on_disconnect"
@@ -25,6 +25,7 @@ REFINE_FIELDS = tuple(field.name for field in dataclasses.fields(RefineSpec))
 
 _OBJECTS: dict[str, type[Any]] = {
     "adapters": AdapterChoice,
+    "branch": Branch,
     "preview": PreviewSpec,
     "audio_range": TimeRange,
     "cache": FrozenCacheSpec,
@@ -33,9 +34,12 @@ _OBJECTS: dict[str, type[Any]] = {
 
 _STATUS: tuple[tuple[type[GenerationError], int], ...] = (
     (errors.InvalidRequestError, 400),
+    (errors.UnauthenticatedError, 401),
+    (errors.PermissionDeniedError, 403),
     (errors.JobNotFoundError, 404),
     (errors.ArtifactNotFoundError, 404),
     (errors.UnsupportedError, 409),
+    (errors.IdempotencyKeyError, 409),
     (errors.JobCancelledError, 409),
     (errors.OverloadedError, 429),
     (errors.NotReadyError, 503),
@@ -66,7 +70,7 @@ def parse_request(body: bytes) -> GenerateRequest:
     """
     fields = _json_object(body)
     violations = _unknown_fields(fields, REQUEST_FIELDS)
-    if "prompt" not in fields:
+    if "prompt" not in fields and fields.get("branch") is None:
         violations.append(FieldViolation("prompt", "prompt is missing; it must be a string"))
     given = _objects({name: value for name, value in fields.items() if name in REQUEST_FIELDS}, violations)
     if given.get("refine_audio") is not None:

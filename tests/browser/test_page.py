@@ -256,9 +256,11 @@ async def test_a_reload_finds_what_the_clip_was_asked_for_with(opened: Opener, s
         await page.until(f"location.hash === '#job=job-1' && {ENDED}")
         first, second = (plan_of(service.jobs[name].request) for name in ("job-0", "job-1"))
         assert first == second
-        # A clip that was asked for elsewhere has its settings, and no prompt.
-        await page.run("localStorage.clear(); location.hash = '#job=job-0'")
-        await page.until("caption.textContent === '' && document.getElementById('prompt').value === ''")
+        # A clip that was asked for elsewhere has its settings and its prompt, too.
+        service.jobs["job-0"].request = replace(service.jobs["job-0"].request, prompt="a morning sun")
+        await page.run("location.hash = '#job=job-0'")
+        await page.until("caption.textContent === 'a morning sun'")
+        assert await page.run("document.getElementById('prompt').value") == "a morning sun"
         await page.run("location.hash = '#job=job-1'")
 
 

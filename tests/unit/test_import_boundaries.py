@@ -24,7 +24,7 @@ MAY_IMPORT = {
         *("core", "h3stream", "services", "grpc", "grpc_health", "grpc_reflection", "google"),
         *("torch", "numpy", "av", "diffusers", "transformers", "tokenizers", "safetensors", "PIL"),
     },
-    "web": {"h3stream", "services", "web", "grpc", "starlette", "uvicorn"},
+    "web": {"h3stream", "services", "web", "grpc", "grpc_health", "starlette", "uvicorn"},
 }
 """Folder -> packages beside the standard library that its files may import."""
 
@@ -82,7 +82,7 @@ ORCHESTRATOR_USES = (
 )
 """What the orchestrator may know of the services: the shell, the settings and what headers tell, never a model."""
 
-READS_ENVIRONMENT = ("*/__main__.py", "client/h3stream/cli.py")
+READS_ENVIRONMENT = ("*/__main__.py", "client/h3stream/cli.py", "web/gateway.py")
 """Entry points; everything else is handed its settings."""
 
 

@@ -1,12 +1,14 @@
 // The gateway's HTTP API. Every failure is an ApiError.
 
+import { hasKey, headersOf } from "./keys.js";
+
 // A piece of media is below 1 MiB; a call that takes longer than this hangs.
 const TIMEOUT_MS = 20_000;
 
 export class ApiError extends Error {
   // status 0: the gateway was not reached.
-  constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [] } = {}) {
-    super(message);
+  constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [], retry_after_s } = {}) {
+    super(inWords(status, message, retry_after_s));
     this.status = status;
     this.reason = reason;
     this.violations = violations;
@@ -18,6 +20,13 @@ export class ApiError extends Error {
   }
 }
 
+function inWords(status, message, retryAfterS) {
+  if (status === 401) return hasKey() ? `The server does not take this API key: ${message}` : "This server asks for an API key.";
+  if (status === 403) return `This API key does not allow that: ${message}`;
+  if (status === 429) return `There is no room now: ${message}. Try again in ${Math.ceil(retryAfterS ?? 1)} s.`;
+  return message;
+}
+
 // A seed has up to 64 bits, more than a number holds exactly: it is a number in JSON, and text on this page.
 export const parse = (data) => JSON.parse(data.replace(/"seed":(\d+)/g, '"seed":"$1"'));
 const stringify = (value) => JSON.stringify(value).replace(/"seed":"0*(\d+)"/, '"seed":$1');
@@ -27,7 +36,7 @@ export const jobUrl = (jobId) => `api/jobs/${encodeURIComponent(jobId)}`;
 async function call(path, options) {
   let response;
   try {
-    response = await fetch(path, options);
+    response = await fetch(path, { ...options, headers: { ...headersOf(), ...options?.headers } });
   } catch (error) {
     if (options?.signal?.aborted) throw error;
     throw new ApiError(0);
@@ -41,6 +50,8 @@ const json = async (path, options) => parse(await (await call(path, options)).te
 
 export const serverInfo = () => json("api/info");
 export const getJob = (jobId) => json(jobUrl(jobId), { signal: AbortSignal.timeout(TIMEOUT_MS) });
+export const openSession = (key) => call("api/session", { method: "POST", headers: headersOf(key) });
+export const closeSession = () => call("api/session", { method: "DELETE" });
 export const cancelJob = (jobId) => json(jobUrl(jobId), { method: "DELETE" });
 
 export const createJob = (request) => post("api/jobs", request);

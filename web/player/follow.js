@@ -19,7 +19,8 @@ export class Follower {
   #watch = 0;
   #lastSeq = -1;
 
-  // handlers: event(name, data), ended({state, error}), connection(isThere), gone(error): there is no such job.
+  // handlers: event(name, data), ended({state, error}), connection(isThere), gone(error): there is no such job,
+  // or it is not this caller's to see.
   constructor(jobId, handlers) {
     this.#jobId = jobId;
     this.#handlers = handlers;
@@ -65,7 +66,7 @@ export class Follower {
     this.#timer = setTimeout(async () => {
       const error = await getJob(this.#jobId).then(() => null, (reason) => reason);
       if (!this.#handlers) return;
-      if (error?.status === 404) {
+      if ([401, 403, 404].includes(error?.status)) {
         const handlers = this.#handlers;
         this.close();
         handlers.gone(error);

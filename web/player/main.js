@@ -1,10 +1,11 @@
 // The page: one job at a time, named in the address so that a reload finds it again.
 
-import { cancelJob, createJob, getJob, jobUrl, pause, serverInfo } from "./api.js";
+import { cancelJob, closeSession, createJob, getJob, jobUrl, openSession, pause, serverInfo } from "./api.js";
+import { Branching } from "./branch.js";
 import { Follower } from "./follow.js";
 import { Form } from "./form.js";
+import { askForKey, startKeys } from "./keys.js";
 import { Player } from "./player.js";
-import { keepPrompt, promptOf } from "./prompts.js";
 import { refinedUrl, Sound } from "./sound.js";
 import { Timeline } from "./timeline.js";
 
@@ -30,6 +31,7 @@ const FIRST_FILES = ["final.mp4", "refined.mp4"];
 const HINT = $("hint").textContent;
 const timeline = new Timeline($("timeline"));
 const form = new Form(submit);
+const branching = new Branching(begin);
 let session = null;
 
 // One job on the page. `close` leaves nothing of it behind but what is to be seen.
@@ -63,7 +65,7 @@ class Session {
       },
       ended: (ending) => this.#end(ending),
       connection: (isThere) => ($("connection").hidden = isThere),
-      gone: () => this.#gone(),
+      gone: (error) => this.#gone(error),
     });
   }
 
@@ -91,13 +93,22 @@ class Session {
     this.#plan = plan;
     $("screen").style.setProperty("--aspect", plan.clip.width / plan.clip.height);
     timeline.begin(plan);
-    if (!this.#isOwn) form.restore(plan, promptOf(this.jobId));
+    this.#tellPrompt(plan);
     plan.warnings.forEach(notice);
     say("The job has been accepted", "");
   }
 
+  // What the clip shows, which its events do not say.
+  async #tellPrompt(plan) {
+    const job = await this.#jobOrNothing(this.jobId);
+    if (session !== this || !job) return;
+    $("caption").textContent = job.prompt;
+    if (!this.#isOwn) form.restore(plan, job.prompt);
+  }
+
   on_phase_change({ phase, chunk_index }) {
     timeline.phase(phase, chunk_index);
+    if (phase === "denoise") branching.offer(chunk_index); // of a dense clip, -1
     const chunk = chunk_index >= 0 ? ` chunk ${chunk_index + 1} of ${this.#plan.chunks.length}` : "";
     say(PHASES[phase] ?? "Working", chunk && ["denoise", "decode"].includes(phase) ? chunk : "");
   }
@@ -105,7 +116,7 @@ class Session {
   on_progress({ phase, chunk_index, step, num_steps, num_frames_emitted, queue_position }) {
     if (phase === "denoise") timeline.step(chunk_index, step, num_steps);
     const parts = [];
-    if (queue_position > 0) parts.push(`${queue_position} ahead`);
+    if (queue_position > 0) parts.push(queue_position === 1 ? "1 job is ahead" : `${queue_position} jobs are ahead`);
     if (phase === "denoise" && step > 0) parts.push(`step ${step} of ${num_steps}`);
     if (num_frames_emitted > 0) parts.push(`${seconds(num_frames_emitted)} of ${seconds(this.#plan.clip.num_frames)} made`);
     $("detail").textContent = parts.join(" · ");
@@ -216,7 +227,7 @@ class Session {
     return null;
   }
 
-  #gone() {
+  #gone({ status, message }) {
     this.close();
     session = null;
     history.replaceState(null, "", location.pathname + location.search);
@@ -224,7 +235,8 @@ class Session {
     $("progress").hidden = true;
     $("caption").textContent = "";
     form.setBusy(false);
-    $("problem").textContent = "The server does not know this clip any more.";
+    $("problem").textContent = status === 404 ? "The server does not know this clip any more." : message;
+    if (status === 401) askForKey(message).then(() => attach(this.jobId, this.#refineJobId));
   }
 
   #newPlayer() {
@@ -245,17 +257,20 @@ async function submit() {
   form.clearErrors();
   form.setBusy(true);
   try {
-    const request = form.request();
-    const jobId = await createJob(request);
-    keepPrompt(jobId, request.prompt);
-    history.pushState(null, "", addressOf(jobId));
-    attach(jobId, "", true);
-    $("stage").focus({ preventScroll: true }); // the button that had it is off
-    if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
+    begin(await createJob(form.request()), true);
   } catch (error) {
     form.setBusy(false);
     form.tell(error);
+    if (error.status === 401) askForKey(error.message);
   }
+}
+
+// Shows a job that was made here.  isOwn: the form is what it was asked for with.
+function begin(jobId, isOwn = false) {
+  history.pushState(null, "", addressOf(jobId));
+  attach(jobId, "", isOwn);
+  $("stage").focus({ preventScroll: true }); // the button that had it is off, or gone
+  if (matchMedia("(max-width: 52rem)").matches) $("stage").scrollIntoView({ block: "start" });
 }
 
 function attach(jobId, refineJobId = "", isOwn = false) {
@@ -268,7 +283,8 @@ function attach(jobId, refineJobId = "", isOwn = false) {
   showMuted();
   $("progress").hidden = $("cancel").hidden = false;
   $("cancel").disabled = false;
-  $("caption").textContent = promptOf(jobId);
+  $("caption").textContent = isOwn ? $("prompt").value : "";
+  branching.begin(jobId);
   form.setBusy(true);
   say("Connecting", "");
   session = new Session(jobId, refineJobId, isOwn);
@@ -380,8 +396,8 @@ async function findServer() {
       $("server").textContent = `${info.model_name} · server ${info.server_version}`;
       return;
     } catch (error) {
-      $("server").textContent = `Waiting for the server: ${error.message}`;
-      await pause(2000);
+      $("server").textContent = error.status === 401 ? "" : `Waiting for the server: ${error.message}`;
+      await (error.status === 401 ? askForKey(error.message) : pause(2000));
     }
   }
 }
@@ -401,5 +417,6 @@ addEventListener("pageshow", ({ persisted }) => {
   if (persisted && session) attach(...jobsInAddress(), true);
 });
 
+await startKeys(openSession, closeSession);
 followAddress();
 findServer();

@@ -10,6 +10,7 @@ from h3stream.adapters import AdapterChoice
 from h3stream.request import PreviewSpec
 from h3stream.status import STATUS_OF
 from web.app import make_app
+from web.upstream import Upstream
 from web.wire import byte_range, http_status, parse_request
 
 ROOT = Path(__file__).parents[3]
@@ -72,8 +73,9 @@ def test_the_table_of_statuses_is_the_truth() -> None:
     assert all(400 <= http_status(cls("")) < 600 for cls in STATUS_OF)
 
 
-def test_the_table_of_calls_is_the_apps() -> None:
-    app = make_app("127.0.0.1:1", any_host=False)
+async def test_the_table_of_calls_is_the_apps() -> None:
+    async with Upstream("127.0.0.1:1") as upstream:
+        app = make_app(upstream, any_host=False)
     routes = {
         (method, route.path)
         for route in app._app.routes  # type: ignore[attr-defined]
