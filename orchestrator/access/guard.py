@@ -38,6 +38,8 @@ AUTHORIZATION = "authorization"
 REQUEST_ID = "x-request-id"
 REQUEST_S = 30.0
 """Longest that a caller may take to send the one message of its request."""
+SILENCE_S = 1.0
+"""How long a caller that is refused may be silent before it is told so."""
 RECHECK_S = 1.0
 """How often it is looked whether those whose calls are open are still who they were."""
 NUM_FAILURES, FAILURES_PER_S = 20, 0.5
@@ -259,10 +261,12 @@ async def _only(requests: Any) -> Any:
 
 async def _read_out(requests: Any) -> None:
     """Lets a caller that is refused send what it is sending, but not for ever: it would else not hear why."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + LAST_WRITES_S
     with suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WRITES_S):
+        async with asyncio.timeout(SILENCE_S) as silence:
             async for _ in requests:
-                pass
+                silence.reschedule(min(end_s, loop.time() + SILENCE_S))
 
 
 def _request_id(metadata: Sequence[tuple[str, str]]) -> str:

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from h3stream.errors import InvalidRequestError, JobNotFoundError
 from h3stream.status import from_rpc_error, is_connection_loss
 from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, types_pb2, video_pb2, video_pb2_grpc
+from orchestrator import edge_health
 from orchestrator.edge import Edge
 from orchestrator.job_log import JobLog
 from services.common.rpc import RpcServer, connect
@@ -148,6 +149,27 @@ async def test_health_is_the_cores(server: RpcServer, channel: grpc.aio.Channel,
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await stub.Check(health_pb2.HealthCheckRequest(service="h3stream.v1.JobService"))
     assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_without_the_core_the_server_lives_and_nothing_is_ready(
+    core: ScriptedCore, server: RpcServer, channel: grpc.aio.Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge_health, "RETRY_S", 0.05)
+    stub = health_pb2_grpc.HealthStub(channel)
+    lives, ready = (health_pb2.HealthCheckRequest(service=name) for name in HEALTH_NAMES)
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.set_serving(True)
+    watch = stub.Watch(ready)
+    assert (await watch.read()).status == serving
+    await server.stop(grace_s=0)
+    assert (await watch.read()).status == not_serving
+    assert (await stub.Check(lives)).status == serving
+    assert (await stub.Check(ready)).status == not_serving
+    again = await serve_core(core, tmp_path)
+    await again.set_serving(True)
+    async with asyncio.timeout(20):
+        assert (await watch.read()).status == serving
+    await again.stop(grace_s=0)
 
 
 async def test_callers_see_and_reach_the_public_services_alone(channel: grpc.aio.Channel) -> None:

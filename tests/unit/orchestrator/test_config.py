@@ -8,6 +8,7 @@ import pytest
 from h3stream.errors import ConfigError
 from h3stream.request import PreviewSpec
 from orchestrator.config import Settings, load_settings
+from orchestrator.edge_settings import EdgeSettings
 from services.common.config import AdapterSource
 
 
@@ -182,3 +183,36 @@ def test_stills_have_a_default_that_must_be_possible(tmp_path: Path) -> None:
     assert settings.preview == PreviewSpec(0, 3)
     with pytest.raises(ConfigError, match="preview_max_side is 8; it must be from 16 to 512 or 0; the nearest"):
         load_settings([*given, "--preview-max-side", "8"], {})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50051", "[::]:50051", "10.1.2.3:1", "example.org:1"])
+def test_beyond_loopback_callers_must_be_authenticated_or_the_server_be_called_insecure(
+    tmp_path: Path, listen: str
+) -> None:
+    files = {name: tmp_path / name for name in ("keys", "tls_cert", "tls_key", "tls_client_ca")}
+    for path in files.values():
+        path.touch()
+    tls = {name: files[name] for name in ("tls_cert", "tls_key")}
+    for settings in ({}, tls):
+        with pytest.raises(ConfigError, match=r"not authenticated, .*; give keys or tls_client_ca, or set insecure"):
+            Settings(model=tmp_path, data=tmp_path, listen=listen, **settings)
+    for settings in ({"keys": files["keys"]}, {**tls, "tls_client_ca": files["tls_client_ca"]}, {"insecure": True}):
+        assert Settings(model=tmp_path, data=tmp_path, listen=listen, **settings).listen == listen
+
+
+def test_files_of_access_are_checked_and_told_to_the_edge(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.touch()
+    for flags, words in (
+        (["--keys", b], rf"--keys: keys: {b} is no file"),
+        (["--tls-cert", a], "tls_cert is set without tls_key; TLS needs both"),
+        (["--tls-key", a], "tls_key is set without tls_cert; TLS needs both"),
+        (["--tls-client-ca", a], "tls_client_ca is set without tls_cert and tls_key"),
+        (["--log-format", "xml"], r"log_format is 'xml'; it must be one of \('text', 'json'\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_settings(["--model", str(tmp_path), *map(str, flags)], {})
+    settings, _ = load_settings(["--model", str(tmp_path), "--data", str(tmp_path), "--log-format", "json"], {})
+    assert settings.edge == EdgeSettings(log_format="json")
+    settings, _ = load_settings(["--model", str(tmp_path), "--data", str(tmp_path), "--keys", str(a)], {})
+    assert settings.edge == EdgeSettings(keys=a, audit=tmp_path / "audit.jsonl")
