@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import av
+import grpc
 import numpy as np
 
 from core.budget import AAC_BIT_RATE
@@ -370,11 +371,16 @@ class LiveService(video_pb2_grpc.VideoServiceServicer):
 
 
 @asynccontextmanager
-async def serve_live(service: LiveService) -> AsyncIterator[str]:
+async def serve_live(service: LiveService, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
     """The service on a free port; yields its address."""
     server = RpcServer(("h3stream.v1.VideoService",))
     video_pb2_grpc.add_VideoServiceServicer_to_server(service, server.server)
-    address = await server.start("127.0.0.1:0")
+    if credentials is None:
+        address = await server.start("127.0.0.1:0")
+    else:
+        address = f"127.0.0.1:{server.server.add_secure_port('127.0.0.1:0', credentials)}"
+        await server.server.start()
+        await server.set_serving(True)
     try:
         yield address
     finally:

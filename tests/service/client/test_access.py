@@ -28,8 +28,8 @@ from h3stream import (
     UnauthenticatedError,
     UnsupportedError,
 )
-from tests.certificates import Authority
 from tests.fakes import FakeVideoService, Script, content_of, events_of, plan_of, serve_video
+from tests.service.certificates import Authority
 
 MADE = list(events_of(plan_of(GenerateRequest("a fox"))))
 KEY = "h3s_k1_" + "s3cret" * 7
@@ -129,14 +129,14 @@ async def test_a_key_that_leaves_the_machine_unencrypted_is_warned_of_once(caplo
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
-    return Authority(tmp_path_factory.mktemp("tls"))
+    return Authority(tmp_path_factory.mktemp("tls"), "authority")
 
 
 @asynccontextmanager
 async def serve_tls(authority: Authority, *, asks_for_certificate: bool = False) -> AsyncIterator[str]:
-    made = authority.issue("server")
+    cert, key = authority.issue("server", "IP:127.0.0.1")
     credentials = grpc.ssl_server_credentials(
-        [(made.key.read_bytes(), made.cert.read_bytes())],
+        [(key.read_bytes(), cert.read_bytes())],
         authority.cert.read_bytes() if asks_for_certificate else None,
         asks_for_certificate,
     )
@@ -155,9 +155,9 @@ async def test_a_server_is_known_by_its_certificate(ask: Ask, authority: Authori
 
 
 async def test_a_client_shows_its_own_certificate(ask: Ask, authority: Authority) -> None:
-    own = authority.issue("client")
+    cert, key = authority.issue("client")
     async with serve_tls(authority, asks_for_certificate=True) as address:
-        tls = TlsOptions(ca=authority.cert, cert=own.cert, key=str(own.key))
+        tls = TlsOptions(ca=authority.cert, cert=cert, key=str(key))
         assert await ask(address, "generate", "a fox", tls=tls) == MADE
         with pytest.raises(NotReadyError, match="or for a client's certificate"):
             await ask(address, "server_info", tls=TlsOptions(ca=authority.cert))

@@ -16,8 +16,8 @@ from h3stream import Branch, Fragment, GenerateRequest, RefineSpec, TlsOptions
 from h3stream.cli import make_parser
 from h3stream.endpoint import Endpoint, endpoint_of
 from h3stream.errors import ConfigError
-from tests.certificates import Authority
 from tests.fakes import FakeVideoService, Script, events_of, media_of, plan_of, serve_video
+from tests.service.certificates import Authority
 from tests.service.client.conftest import Run, finish, start, until
 
 PLAN = plan_of(GenerateRequest("a fox"))
@@ -140,9 +140,9 @@ async def test_the_key_comes_from_a_file_or_the_environment_and_is_never_told(
 async def test_a_command_speaks_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
-    authority = Authority(tmp_path)
-    made = authority.issue("server")
-    credentials = grpc.ssl_server_credentials([(made.key.read_bytes(), made.cert.read_bytes())])
+    authority = Authority(tmp_path, "authority")
+    cert, key = authority.issue("server", "IP:127.0.0.1")
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     service = FakeVideoService()
     async with serve_video(service, credentials=credentials) as address:
         ca = ("--server", address, "--tls-ca", str(authority.cert))

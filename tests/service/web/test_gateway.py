@@ -19,11 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import av
+import grpc
 import pytest
 
 from h3stream.adapters import AdapterChoice
-from h3stream.errors import OverloadedError
+from h3stream.errors import (
+    IdempotencyKeyError,
+    OverloadedError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    RateLimitedError,
+)
 from h3stream.refine import FrozenCacheSpec, RefineSpec, TimeRange
+from h3stream.request import Branch
+from tests.service.certificates import Authority
 from tests.web_service import LiveService, make_media, running_gateway, serve_live
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "web.md").read_text()
@@ -551,3 +560,143 @@ async def test_a_refinement_that_cannot_be_is_refused_field_by_field(http_call: 
     for path, body, expected in (("job-9/refine", {}, 404), (f"{job_id}/refine", [], 400), ("job-9/refine", b"", 415)):
         headers = {"Content_Type": "text/plain"} if expected == 415 else {}
         assert (await http_call("POST", f"/api/jobs/{path}", body, **headers))[0] == expected
+
+
+KEY, OTHER_KEY = "h3s_k1_" + "s3cret" * 7, "h3s_k2_other"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_each_caller_is_known_to_the_server_by_its_own_key(http_call: Http, service: LiveService) -> None:
+    service.api_keys = (KEY, OTHER_KEY)
+    status, headers, data = await http_call("GET", "/api/info")
+    assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert json.loads(data)["error"]["reason"] == "UNAUTHENTICATED"
+    assert (await http_call("POST", "/api/jobs", CLIP))[0] == 401
+    status, answer = await http_call.json("POST", "/api/jobs", CLIP, **bearer(KEY))
+    assert status == 201
+    job = f"/api/jobs/{answer['job_id']}"
+    await http_call("GET", f"{job}/events", **bearer(KEY))
+    paths = ("", "/events", "/media/1.mp4", "/stream.mp4", "/hls/index.m3u8", "/artifacts/final.mp4")
+    for path in paths:
+        assert [(await http_call("GET", job + path, **bearer(key)))[0] for key in (OTHER_KEY, "nobody")] == [404, 401]
+    assert [(await http_call("GET", job + path, **bearer(KEY)))[0] for path in paths if "media" not in path] == [
+        200
+    ] * 5
+    assert (await http_call("DELETE", job, **bearer(OTHER_KEY)))[0] == 404
+    assert (await http_call("POST", f"{job}/refine", {}, **bearer(OTHER_KEY)))[0] == 404
+    for malformed in ("Bearer ", "Bearer two words", "Basic dXNlcjpwYXNz"):
+        status, answer = await http_call.json("GET", job, Authorization=malformed)
+        assert (status, answer["error"]["reason"]) == (401, "UNAUTHENTICATED")
+        assert "words" not in answer["error"]["message"]
+
+
+async def test_a_session_s_cookie_reads_and_changes_nothing(http_call: Http, service: LiveService) -> None:
+    service.api_keys = (KEY,)
+    assert (await http_call("POST", "/api/session"))[0] == 401
+    assert (await http_call("POST", "/api/session", **bearer("nobody")))[0] == 401
+    status, headers, data = await http_call("POST", "/api/session", **bearer(KEY))
+    assert (status, data) == (204, b"")
+    cookie, *attributes = (part.strip() for part in headers["Set-Cookie"].split(";"))
+    assert {attribute.lower() for attribute in attributes} == {"httponly", "path=/", "samesite=strict"}
+    _, answer = await http_call.json("POST", "/api/jobs", CLIP, **bearer(KEY))
+    job = f"/api/jobs/{answer['job_id']}"
+    told = messages((await http_call("GET", f"{job}/events", Cookie=cookie))[2])
+    assert told[-1]["event"] == "ended"
+    assert (await http_call("GET", f"{job}/artifacts/final.mp4", Cookie=cookie))[0] == 200
+    assert (await http_call("POST", "/api/jobs", CLIP, Cookie=cookie))[0] == 401
+    assert (await http_call("DELETE", job, Cookie=cookie))[0] == 401
+    assert (await http_call("POST", "/api/session", Cookie=cookie))[0] == 401
+    status, headers, _ = await http_call("DELETE", "/api/session", Cookie=cookie)
+    assert (status, "Max-Age=0" in headers["Set-Cookie"]) == (204, True)
+
+
+async def test_a_cookie_is_for_https_alone_where_the_page_is(service: LiveService) -> None:
+    service.api_keys = (KEY,)
+    async with serve_live(service) as address, running_gateway(address) as gateway:
+        headers = bearer(KEY) | {"X_Forwarded_Proto": "https"}
+        _, answer, _ = await Http(gateway)("POST", "/api/session", **headers)
+    assert "Secure" in answer["Set-Cookie"]
+
+
+async def test_a_gateway_s_own_key_is_for_callers_without_one(service: LiveService, tmp_path: Path) -> None:
+    service.api_keys = (KEY, OTHER_KEY)
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    async with (
+        serve_live(service) as address,
+        running_gateway(address, "--api-key-file", str(tmp_path / "key")) as gateway,
+    ):
+        call = Http(gateway)
+        job_id = await call.create()
+        assert service.jobs[job_id].owner == KEY
+        assert (await call("GET", f"/api/jobs/{job_id}", **bearer(OTHER_KEY)))[0] == 404
+        assert (await call("GET", f"/api/jobs/{job_id}"))[0] == 200
+
+
+async def test_a_gateway_speaks_tls_to_its_server(service: LiveService, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    authority = Authority(tmp_path, "authority")
+    cert, key = authority.issue("server", "IP:127.0.0.1")
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    async with (
+        serve_live(service, credentials) as address,
+        running_gateway(address, "--tls-ca", str(authority.cert)) as gateway,
+    ):
+        assert (await Http(gateway).json("GET", "/api/info"))[1]["model_name"] == "fake"
+        assert (await Http(gateway)("GET", "/readyz"))[0] == 200
+
+
+async def test_a_key_or_a_file_that_does_not_do_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("two s3cret words")
+    for arguments, words in (
+        (("--api-key-file", str(tmp_path / "key")), "the API key is empty or holds a space"),
+        (("--tls-ca", "missing.pem"), "TLS ca missing.pem cannot be read: No such file or directory"),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "web.gateway", "--listen", "127.0.0.1:0", *arguments, stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await process.communicate()
+        (line,) = said.decode().splitlines()
+        assert (process.returncode, words in line, "s3cret" in line) == (1, True, False), line
+
+
+async def test_a_gateway_that_lives_need_not_be_ready(service: LiveService) -> None:
+    async with AsyncExitStack() as server:
+        address = await server.enter_async_context(serve_live(service))
+        async with running_gateway(address) as gateway:
+            call = Http(gateway)
+            assert [(await call("GET", path))[0] for path in ("/healthz", "/readyz")] == [200, 200]
+            await server.aclose()
+            assert [(await call("GET", path))[0] for path in ("/healthz", "/readyz")] == [200, 503]
+
+
+async def test_what_a_key_does_not_allow_and_a_full_tenant_have_their_status(
+    http_call: Http, service: LiveService
+) -> None:
+    for error, expected in (
+        (PermissionDeniedError("that needs a key with the scope generate; this one allows read_own"), 403),
+        (QuotaExceededError("2 jobs of studio wait already", retry_after_s=7), 429),
+        (RateLimitedError("too many calls", retry_after_s=2), 429),
+        (IdempotencyKeyError("my-fox has named another request"), 409),
+    ):
+        service.refuse_with = error
+        status, answer = await http_call.json("POST", "/api/jobs", CLIP)
+        assert (status, answer["error"]["reason"], answer["error"]["message"]) == (
+            expected, error.reason, error.message,
+        )  # fmt: skip
+
+
+async def test_a_clip_goes_on_from_a_chunk_of_another(http_call: Http, service: LiveService) -> None:
+    source = await http_call.create()
+    branch = {"job_id": source, "from_chunk": 1, "prompt": "snow", "seed": 7}
+    status, answer = await http_call.json("POST", "/api/jobs", {"branch": branch, "priority": "high"})
+    assert status == 201, answer
+    request = service.jobs[answer["job_id"]].request
+    assert (request.branch, request.priority) == (Branch(source, 1, "snow", 7), "high")
+    for wrong in ({"job_id": source}, {**branch, "chunk": 1}, "job-0", {**branch, "from_chunk": "one"}):
+        status, answer = await http_call.json("POST", "/api/jobs", {"branch": wrong})
+        assert status == 400, wrong
+        assert answer["error"]["violations"][0]["field"].partition(".")[0] == "branch"
