@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import copy
 import dataclasses
 import logging
 import os
@@ -104,7 +103,10 @@ _NAMES = tuple(column.name for column in dataclasses.fields(JobRow))
 _SELECT = f"SELECT {', '.join(_NAMES)}, checksum FROM jobs"
 _INSERT = f"INSERT INTO jobs ({', '.join(_NAMES)}, checksum) VALUES ({', '.join('?' * (len(_NAMES) + 1))})"
 _UPDATE = f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in (*_NAMES, 'checksum'))} WHERE job_id = ?"
-_END = "UPDATE jobs SET end_order = (SELECT ifnull(max(end_order), 0) + 1 FROM jobs) WHERE job_id = ?"
+_END = """
+UPDATE jobs SET end_order = (SELECT ifnull(max(end_order), 0) + 1 FROM jobs WHERE end_order IS NOT NULL)
+WHERE job_id = ?
+"""
 """The order in which jobs ended is not that of the times: a wall clock may be set back."""
 
 
@@ -126,7 +128,8 @@ class Journal:
 
     was_damaged = False
     """Whether there was a journal that could not be read; it has been moved aside, and this one is empty."""
-
+    has_lost_power: bool
+    """Whether the machine has lost its power since `remember_boot`, or may have."""
     _sums: _Sums
 
     def __init__(self, path: Path) -> None:
@@ -159,12 +162,9 @@ class Journal:
         """Notes that a job is on a lane, and how often it was taken up again before."""
         self._change(job_id, state="running", num_resumes=num_resumes)
 
-    def set_ended(
-        self, job_id: str, state: State, ended_s: float, stored_bytes: int, artifact_bytes: int | None = None
-    ) -> None:
-        """Notes how and when a job ended and what it left. artifact_bytes: None: all that is stored."""
-        of_artifacts = stored_bytes if artifact_bytes is None else artifact_bytes
-        self._change(job_id, state=state, ended_s=ended_s, stored_bytes=stored_bytes, artifact_bytes=of_artifacts)
+    def set_ended(self, job_id: str, state: State, ended_s: float, stored_bytes: int, artifact_bytes: int) -> None:
+        """Notes how and when a job ended and what it left."""
+        self._change(job_id, state=state, ended_s=ended_s, stored_bytes=stored_bytes, artifact_bytes=artifact_bytes)
 
     def set_stored_bytes(self, job_id: str, stored_bytes: int, artifact_bytes: int) -> None:
         """Notes what is left of what a job left."""
@@ -189,7 +189,7 @@ class Journal:
         if self._connection.in_transaction:
             yield
             return
-        sums = copy.deepcopy(self._sums)
+        sums = dataclasses.replace(self._sums, stored_bytes=self._sums.stored_bytes.copy())
         with self._writing():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -285,7 +285,7 @@ class Journal:
         if not found and version == 0:
             for statement in _SCHEMA:
                 execute(statement)
-            execute("INSERT INTO boots VALUES (?)", (_boot_id(),))
+            execute("INSERT INTO boots VALUES ('')")
             execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION or found != set(_SCHEMA):
             raise sqlite3.DatabaseError(f"its tables are not those of version {SCHEMA_VERSION}")
