@@ -229,6 +229,7 @@ class RayLane:
             # Ray sets OMP_NUM_THREADS=1 for actors that ask for no CPU; the workers take turns, so each gets all.
             "threads": settings.threads or os.cpu_count() or 1,
             "ledger": self._ledger,
+            "log_format": settings.log_format,
             "token": self.token,
         }
         return {

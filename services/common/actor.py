@@ -5,10 +5,10 @@ Nothing else crosses Ray.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
+from services.common import logs
 from services.common.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class WorkerActor:
 
     def __init__(self, package: str, config: WorkerConfig) -> None:
         # Ray passes what its workers print on to the server's log.
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        logs.setup(config.log_format, has_time=False)
         self._package = package
         self._config = config
         self._process: WorkerProcess | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from core.request import ADAPTER_NAME, MAX_STRENGTH
 from h3stream.errors import ConfigError
 from services.checkpoints.components import Part, part_path
+from services.common.logs import LOG_FORMATS
 from services.common.token import check_token
 
 _ADAPTER_RULE = "an adapter is given as PATH, NAME=PATH, PATH:STRENGTH or NAME=PATH:STRENGTH"
@@ -84,6 +85,8 @@ class WorkerConfig:
     ledger: Path | None = None
     """File in which the workers of a lane record what is on the device; it also carries the lock that keeps two of them
     from holding it at once. Without it this worker has the device to itself."""
+    log_format: str = "text"
+    """How the log is written: "text", or "json", an object on each line."""
     token: str = field(default="", repr=False)
     """What callers must send; empty: anybody may call who reaches the worker."""
 
@@ -92,6 +95,8 @@ class WorkerConfig:
             raise ConfigError(f"model directory {self.model_directory} does not exist")
         if self.threads < 0:
             raise ConfigError(f"threads is {self.threads}; it must be 0 (one per core) or more")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format is {self.log_format!r}; it must be one of {LOG_FORMATS}")
         check_token(self.token)
 
     def _require(self, part: Part) -> None:

@@ -20,6 +20,9 @@ from typing import Any, TextIO
 
 LOG_FORMATS = ("text", "json")
 
+REQUEST_ID_KEY = "x-h3stream-request-id"
+"""Metadata of calls between the server's own processes that says which caller's call they are about."""
+
 _job_id: ContextVar[str] = ContextVar("job_id", default="")
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -64,6 +67,16 @@ def request_context(request_id: str) -> Iterator[None]:
     """Within it, and in tasks that are started there, records tell of this call."""
     with _set(_request_id, request_id):
         yield
+
+
+def enter_job(job_id: str) -> None:
+    """From here to the end of a task, records tell of this job."""
+    _job_id.set(job_id)
+
+
+def enter_request(request_id: str) -> None:
+    """From here to the end of a task, records tell of this call."""
+    _request_id.set(request_id)
 
 
 def redact(text: str) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
+from services.common import logs
 from services.common.config import WorkerConfig
 from services.common.listen import check_tcp_address
 from services.common.options import add_flags, parse_values, told
@@ -78,7 +79,7 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
     arguments = vars(parser.parse_args())
     listen, insecure = arguments.pop("listen"), arguments.pop("insecure")
     given = {name: value for name, value in arguments.items() if value is not None}
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.setup(arguments["log_format"] or "text")
     token = os.environ.pop(TOKEN_VARIABLE, "")  # no process that this one starts needs it
     try:
         if not listen.startswith("unix:"):

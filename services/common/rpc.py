@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError, UnauthenticatedError
 from h3stream.status import DETAILS_KEY, to_status
+from services.common.logs import REQUEST_ID_KEY, enter_job, enter_request
 from services.common.token import TokenChannel, carries
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,12 @@ class ErrorInterceptor(aio.ServerInterceptor):
         # in the log for each.
         def parsed(data: bytes) -> Any:
             try:
-                return deserialize(data)
+                message = deserialize(data)
             except DecodeError as error:
                 raise InvalidRequestError(f"the request is no message of {method}: {error}") from None
+            if session_id := getattr(getattr(message, "header", message), "session_id", ""):
+                enter_job(session_id)  # sessions are called as their jobs
+            return message
 
         async def parsed_stream(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for data in stream:
@@ -142,6 +146,21 @@ class TokenInterceptor(aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
+class RequestIdInterceptor(aio.ServerInterceptor):
+    """Has the log tell which caller's call a call is about, as the process that asks says. Not for strangers' calls."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The method's own handler, which runs in the same task."""
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == REQUEST_ID_KEY:
+                enter_request(str(value))
+        return await continuation(handler_call_details)
+
+
 async def _abort(context: aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
     if isinstance(error, aio.AbortError):
         raise error
@@ -202,7 +221,7 @@ class RpcServer(RpcEndpoint):
     """One that also answers for its own health."""
 
     def __init__(self, service_names: tuple[str, ...], interceptors: Sequence[aio.ServerInterceptor] = ()) -> None:
-        super().__init__((*service_names, health.SERVICE_NAME), interceptors)
+        super().__init__((*service_names, health.SERVICE_NAME), (*interceptors, RequestIdInterceptor()))
         self.health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 import torch
@@ -38,7 +39,8 @@ class VerbRunner:
         """Runs a verb to its end and returns its result; tells it when the caller is cancelled."""
         flag = threading.Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, verb, flag.is_set)
+            run = copy_context().run  # so that what it logs tells of the job
+            return await asyncio.get_running_loop().run_in_executor(self._thread, run, verb, flag.is_set)
         finally:
             flag.set()
 
@@ -51,7 +53,7 @@ class VerbRunner:
         def emit(item: T) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        future = loop.run_in_executor(self._thread, verb, emit, flag.is_set)
+        future = loop.run_in_executor(self._thread, copy_context().run, verb, emit, flag.is_set)
         future.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while (item := await queue.get()) is not None:
