@@ -62,6 +62,8 @@ class Call:
     """Who calls; of one who is not known only the request id is."""
     job_id: str = ""
     """The job that it is about, as soon as it is known."""
+    reason: str = ""
+    """Why its caller was refused; empty: it was not."""
     is_limited: bool = False
     """Whether it is one of too many, which are not written down."""
 
@@ -163,6 +165,7 @@ class Guard(aio.ServerInterceptor):
                     await context.send_initial_metadata(((REQUEST_ID, call.caller.request_id),))
                     shown = self._identify(metadata, context)
                 except UnauthenticatedError as error:
+                    call.reason = error.message
                     await _read_out(requests)
                     await _abort(context, error)
                 except RateLimitedError as error:
@@ -174,6 +177,7 @@ class Guard(aio.ServerInterceptor):
                 try:
                     return await self._leased(shown, run(requests, context))
                 except GenerationError as error:
+                    call.reason = error.message if isinstance(error, UnauthenticatedError) else ""
                     await _abort(context, error)
 
         return guarded
@@ -238,6 +242,7 @@ class Guard(aio.ServerInterceptor):
                         "job_id": call.job_id if _JOB_ID.fullmatch(call.job_id) else "",
                         "status": "CANCELLED" if is_cancelled else _status_name(context.code()),
                         "elapsed_s": round(time.monotonic() - begun_s, 3),
+                        **({"reason": call.reason} if call.reason else {}),
                     }
                 )
 

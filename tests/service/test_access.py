@@ -301,6 +301,8 @@ async def test_the_audit_log_says_who_called_what_and_how_it_ended(keyed: Keyed)
         ("owls", "owl", "GetJob", "", "NOT_FOUND"),
         ("", "", "CancelJob", "", "UNAUTHENTICATED"),
     ]
+    reasons = [entry.get("reason") for entry in entries]
+    assert reasons == [None, None, None, "this server needs a key: send the metadata `authorization: Bearer KEY`"]
     for entry in entries:
         assert datetime.fromisoformat(entry["time"]).tzinfo is not None
         assert entry["peer"].startswith("ipv4:127.0.0.1:")
