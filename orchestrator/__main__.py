@@ -1,22 +1,25 @@
-"""`python -m orchestrator --model DIR`: reads the settings, builds the objects, serves, drains on SIGTERM."""
+"""`python -m orchestrator --model DIR`: reads the settings, builds the objects, serves; on SIGTERM lets running jobs
+end and leaves the others to the next server."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Coroutine, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from grpc_health.v1 import health_pb2
 
 from h3stream.errors import ConfigError, StartupError
+from orchestrator.access.store import AccessStore
 from orchestrator.admission import AdapterFacts
 from orchestrator.config import Settings, load_settings
+from orchestrator.data_directory import take_data_directory
 from orchestrator.edge_process import EdgeProcess
 from orchestrator.lane import Lane, LaneHost
 from orchestrator.model_info import ModelInfo, read_model_info
@@ -24,6 +27,7 @@ from orchestrator.scheduler import Scheduler
 from orchestrator.servicer import SERVICE_NAME, add_services
 from services.checkpoints.adapter_registry import read_registry
 from services.checkpoints.model_files import check_model
+from services.common.logs import setup
 from services.common.rpc import RpcServer
 
 log = logging.getLogger("orchestrator")
@@ -31,9 +35,10 @@ log = logging.getLogger("orchestrator")
 
 def main() -> None:
     """Runs the server until it is told to stop; ends with one clear line if it cannot start."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup()
     try:
         settings, flags = load_settings(sys.argv[1:], os.environ)
+        setup(settings.log_format)
         asyncio.run(serve(settings, exit_with_parent=flags.exit_with_parent))
     except StartupError as error:
         sys.exit(f"h3stream: {error}")
@@ -44,12 +49,7 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
     stop = StopSignal(exit_with_parent)
     log.info("settings: %s", settings)
     model = read_model_info(settings.model, settings.parts)
-    with (
-        _take_data_directory(settings.data),
-        # Sockets and Ray's own files, in a directory that only this user can enter. Ray's last processes may still be
-        # writing there when it is removed.
-        tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True) as runtime,
-    ):
+    with take_data_directory(settings.data) as data, data.runtime_directory() as runtime:
         adapters = read_registry(settings.adapter, settings.model)
         check_model(
             settings.model,
@@ -63,33 +63,16 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
         _prepare_ray(os.environ)
         from orchestrator.lanes import RayCluster, RayLane
 
-        cluster = RayCluster(settings, Path(runtime))
+        cluster = RayCluster(settings, runtime)
         cluster.start()
         try:
             stop.listen()  # again: Ray has put handlers of its own in place
-            hosts = [RayLane(settings, Path(runtime), index) for index in range(settings.lanes)]
-            await serve_lanes(settings, model, adapters, stop, hosts, Path(runtime))
+            scheduler = make_scheduler(settings, [RayLane(settings, runtime, i) for i in range(settings.lanes)])
+            scheduler.open()
+            data.set_current()
+            await serve_jobs(settings, model, adapters, stop, scheduler, runtime)
         finally:
             cluster.stop()
-
-
-def _take_data_directory(directory: Path) -> TextIO:
-    """Makes the directory for jobs and keeps other servers out for as long as the returned file is open.
-
-    Two servers would share the residency ledger, whose lock would fail the jobs of one of them.
-    Raises ConfigError if nothing can be written there or another server has it.
-    """
-    try:
-        (directory / "jobs").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory / "jobs"):
-            pass
-        lock = (directory / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
-    except BlockingIOError:
-        raise ConfigError(f"data: another server uses {directory}; give this one another directory") from None
-    except OSError as error:
-        raise ConfigError(f"data: nothing can be written in {directory}: {error.strerror}") from error
 
 
 def _prepare_ray(environment: MutableMapping[str, str]) -> None:
@@ -105,44 +88,60 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_worker_niceness", "0")
 
 
-async def serve_lanes(
-    settings: Settings,
-    model: ModelInfo,
-    adapters: Sequence[AdapterFacts],
-    stop: StopSignal,
-    hosts: Sequence[LaneHost],
-    runtime: Path,
-) -> None:
-    """Serves on the lanes of these hosts until told to stop, also while they start.
-
-    runtime: private to this process; the socket that the edge asks goes there.  Raises StartupError.
-    """
-    scheduler = Scheduler(
+def make_scheduler(settings: Settings, hosts: Sequence[LaneHost]) -> Scheduler:
+    """The jobs of the data directory on the lanes of these hosts. Raises ConfigError for a broken file of keys."""
+    return Scheduler(
         [Lane(host) for host in hosts],
         settings.data,
         max_queued_jobs=settings.max_queued_jobs,
         kept_jobs=settings.kept_jobs,
         kept_age_s=settings.kept_age_s,
         kept_bytes=settings.kept_bytes,
+        tenants=AccessStore(settings.keys),
     )
+
+
+async def serve_jobs(
+    settings: Settings,
+    model: ModelInfo,
+    adapters: Sequence[AdapterFacts],
+    stop: StopSignal,
+    scheduler: Scheduler,
+    runtime: Path,
+) -> None:
+    """Serves until told to stop: what is known of jobs at once, new ones as soon as the lanes have started.
+
+    scheduler: opened.  runtime: private to this process; the socket that the edge asks goes there.
+    Raises StartupError.
+    """
     core = RpcServer((SERVICE_NAME,))
     add_services(core.server, scheduler, model, adapters, settings)
-    edge = EdgeProcess(await core.start(f"unix:{runtime}/core.sock", serving=False))
+    edge = EdgeProcess(await core.start(f"unix:{runtime}/core.sock", serving=False), settings.edge)
+    await _tell_health(core, "", serves=True)
     try:
         # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
         address = await edge.start(settings.listen)
         if await stop.comes_before(scheduler.start()):
             log.info("stopping before the model has been loaded")
             return
-        await core.set_serving(True)
+        await _tell_health(core, SERVICE_NAME, serves=True)
         print(f"listening on {address}", flush=True)
         await stop.first.wait()
         log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
-        await core.set_serving(False)
+        await _tell_health(core, SERVICE_NAME, serves=False)
     finally:
         await scheduler.stop(settings.drain_s, stop.second)
         await edge.stop()
         await core.stop(grace_s=0)
+
+
+async def _tell_health(core: RpcServer, name: str, *, serves: bool) -> None:
+    """Sets what the health service answers.
+
+    name: of a service, which serves while it takes jobs; empty: the server, which serves as long as it lives.
+    """
+    status = health_pb2.HealthCheckResponse
+    await core.health.set(name, status.SERVING if serves else status.NOT_SERVING)
 
 
 class StopSignal:
@@ -153,7 +152,7 @@ class StopSignal:
         self.first = asyncio.Event()
         """Set by the first request."""
         self.second = asyncio.Event()
-        """Set by the second one, or by one that will not wait: running jobs are cancelled."""
+        """Set by the second one, or by one that will not wait: running jobs are left to the next server."""
         self.listen()
         if exit_with_parent:
             try:

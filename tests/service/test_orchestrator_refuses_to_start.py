@@ -14,7 +14,7 @@ from services.checkpoints.components import FOLDERS
 
 @pytest.mark.parametrize(
     ("data", "reason"),
-    [("a-file", "Not a directory"), ("a-file/below", "Not a directory"), ("/proc/h3stream", "No such file")],
+    [("a-file", "File exists"), ("a-file/below", "Not a directory"), ("/proc/h3stream", "No such file")],
 )
 def test_a_data_directory_that_cannot_be_written_ends_the_server_with_one_line(
     tmp_path: Path, data: str, reason: str

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.phases import Worker
-from orchestrator.__main__ import StopSignal, serve_lanes
+from orchestrator.__main__ import StopSignal, make_scheduler, serve_jobs
 from orchestrator.config import Settings
 from tests.service.conftest import MODEL
 
@@ -39,7 +39,9 @@ async def test_a_stop_while_the_model_is_loaded_ends_the_loading(
     host = LoadingHost()
     settings = Settings(model=tmp_path, data=tmp_path, listen="127.0.0.1:0")
     stop = StopSignal(exit_with_parent=False)
-    serving = asyncio.create_task(serve_lanes(settings, MODEL, (), stop, [host], tmp_path))
+    scheduler = make_scheduler(settings, [host])
+    scheduler.open()
+    serving = asyncio.create_task(serve_jobs(settings, MODEL, (), stop, scheduler, tmp_path))
     async with asyncio.timeout(10):
         await host.is_loading.wait()
         os.kill(os.getpid(), number)
