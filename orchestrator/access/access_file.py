@@ -14,6 +14,7 @@ import re
 import stat
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,8 @@ from orchestrator.caller import SCOPES, Scope
 
 TENANT_PATTERN = "[A-Za-z0-9._-]{1,64}"
 _LIMITS = tuple(limit.name for limit in fields(TenantLimits))
+_MOST = {"max_running_jobs": 2**31 - 1, "max_queued_jobs": 2**31 - 1}
+"""Largest limits, as the wire has room for them; of the others 2**63 - 1."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def read_access_file(path: Path) -> AccessFile:
         with path.open("rb") as file:
             _check_writers(path, os.fstat(file.fileno()))
             text = file.read().decode()
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once_each)
     except OSError as error:
         raise ConfigError(f"access file {path}: {error.strerror}") from error
     except ValueError as error:  # no JSON, no TOML, or no UTF-8; the file holds no secrets that the words could tell
@@ -165,6 +168,14 @@ def _check_writers(path: Path, status: os.stat_result) -> None:
         )
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a JSON object, none of which may be there twice, as in TOML."""
+    (name, count), *_ = Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
+    if count > 1:
+        raise ValueError(f"the field {name!r} is there twice in one place")
+    return dict(pairs)
+
+
 def _parse(content: Any) -> AccessFile:
     top = _known_fields("it", content, (), ("tenants", "keys", "certificates"))
     tenants = top.get("tenants", {})
@@ -175,8 +186,9 @@ def _parse(content: Any) -> AccessFile:
         _certificate(f"certificates[{i}]", entry) for i, entry in enumerate(_entries(top, "certificates"))
     )
     for kind, names in (("id", [key.key_id for key in keys]), ("name", [entry.name for entry in certificates])):
-        if doubled := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"the {kind} {doubled[0]!r} is there twice")
+        (name, count), *_ = Counter(names).most_common(1) or [("", 0)]
+        if count > 1:
+            raise ConfigError(f"the {kind} {name!r} is there twice")
     return AccessFile({check_tenant(name): _tenant(name, entry) for name, entry in tenants.items()}, keys, certificates)
 
 
@@ -195,8 +207,9 @@ def _tenant(name: str, entry: Any) -> Tenant:
         raise ConfigError(f"{where}: weight is {weight!r}; it must be a number above 0")
     limits = {limit: values[limit] for limit in _LIMITS if limit in values}
     for limit, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"{where}: {limit} is {value!r}; it must be a whole number, at least 0 (no limit)")
+        most = _MOST.get(limit, 2**63 - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise ConfigError(f"{where}: {limit} is {value!r}; it must be a whole number from 0 (no limit) to {most}")
     return Tenant(float(weight), TenantLimits(**limits))
 
 

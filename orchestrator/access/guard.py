@@ -9,14 +9,12 @@ import asyncio
 import logging
 import re
 import time
-import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from ipaddress import IPv6Address, IPv6Network
 from typing import Any, NoReturn
 
 import grpc
@@ -26,7 +24,7 @@ from h3stream.errors import DeadlineError, GenerationError, InvalidRequestError,
 from h3stream.status import DETAILS_KEY, to_status
 from orchestrator.access.audit import AuditLog
 from orchestrator.access.keys import PREFIX
-from orchestrator.access.rate import RateLimiter
+from orchestrator.access.rate import RateLimiter, host_of
 from orchestrator.access.store import AccessStore
 from orchestrator.caller import Caller
 from services.common.logs import request_context
@@ -195,7 +193,7 @@ class Guard(aio.ServerInterceptor):
     def _limit(self, limiter: RateLimiter, context: Any, what: str) -> None:
         if not self._store.authenticates:
             return
-        if wait_s := limiter.take(_address(context.peer())):
+        if wait_s := limiter.take(host_of(context.peer())):
             raise RateLimitedError(f"too many {what} came from this address", retry_after_s=wait_s)
 
     async def _leased(self, shown: _Credentials, work: Awaitable[Any]) -> Any:
@@ -286,17 +284,6 @@ def _certificate_names(auth_context: dict[str, Sequence[bytes]]) -> tuple[str, .
     """The names of the client certificate of a call, the common name first; none without one."""
     names = [*auth_context.get("x509_common_name", ()), *auth_context.get("x509_subject_alternative_name", ())]
     return tuple(dict.fromkeys(name.decode(errors="replace") for name in names if name))
-
-
-def _address(peer: str) -> str:
-    """Where a caller is, for limits: an IPv4 address, or the /64 network that one host may choose addresses from."""
-    kind, _, rest = urllib.parse.unquote(peer).partition(":")
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    if kind == "ipv6":
-        with suppress(ValueError):
-            address = IPv6Address(host)
-            return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
-    return host or kind
 
 
 def _status_name(code: Any) -> str:

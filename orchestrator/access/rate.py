@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import urllib.parse
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv6Address, IPv6Network
 
 MAX_NAMES = 4096
 """Of those that are remembered; whoever was there longest ago is forgotten first, and begins with a full bucket."""
@@ -33,3 +36,15 @@ class RateLimiter:
         if len(self._buckets) > self._max_names:
             self._buckets.popitem(last=False)
         return wait_s
+
+
+def host_of(peer: str) -> str:
+    """Who is limited for a peer as gRPC names it: an IPv4 address, or the /64 network of an IPv6 one, of which a host
+    may choose addresses as it likes."""
+    kind, _, rest = urllib.parse.unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind == "ipv6":
+        with suppress(ValueError):
+            address = IPv6Address(host)
+            return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+    return host or kind

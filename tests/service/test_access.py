@@ -27,7 +27,7 @@ from h3stream.status import from_rpc_error
 from h3stream.v1 import video_pb2
 from orchestrator.access import guard, store
 from orchestrator.access.__main__ import main as keys_command
-from orchestrator.access.guard import NUM_FAILURES
+from orchestrator.access.guard import NUM_FAILURES, NUM_PROBES
 from orchestrator.caller import KEY_ID_KEY, SCOPES_KEY, TENANT_KEY
 from orchestrator.edge_process import EdgeProcess
 from orchestrator.edge_settings import EdgeSettings
@@ -267,6 +267,19 @@ async def test_failing_calls_are_limited_by_address_and_no_other_calls_are(keyed
         await call(fox, "ListJobs")
     statuses = [entry["status"] for entry in await keyed.audited(len(errors) + 2)]
     assert sorted(statuses) == ["OK"] * 2 + ["UNAUTHENTICATED"] * len(errors), "the log does not grow with the others"
+
+
+async def test_calls_to_the_health_service_are_limited_where_callers_are_told_apart(keyed: Keyed) -> None:
+    request = health_pb2.HealthCheckRequest()
+    async with connect(keyed.service.address) as channel:
+        for _ in range(NUM_PROBES + 20):
+            await health_pb2_grpc.HealthStub(channel).Check(request)
+    async with connect(keyed.address) as channel, keyed.caller(keyed.keys.texts["fox"]) as fox:
+        stub = health_pb2_grpc.HealthStub(channel)
+        probes = [stub.Check(request) for _ in range(4 * NUM_PROBES)]  # more than come back meanwhile
+        statuses = [await probe.code() for probe in probes]
+        assert set(statuses) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        await call(fox, "GetServerInfo")
 
 
 async def test_a_call_has_an_id_which_its_caller_may_choose(keyed: Keyed) -> None:

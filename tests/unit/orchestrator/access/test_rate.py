@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from orchestrator.access.rate import RateLimiter
+import pytest
+
+from orchestrator.access.rate import RateLimiter, host_of
 
 
 class Clock:
@@ -28,3 +30,19 @@ def test_names_have_buckets_of_their_own_and_only_the_last_ones_are_remembered()
     assert [limiter.take(name) for name in ("a", "b", "a", "b")] == [0, 0, 1, 1]
     assert limiter.take("c") == 0
     assert (limiter.take("b"), limiter.take("a")) == (1, 0), "a was there longest ago"
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:51234", "10.0.0.7"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:443", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2::9]:443", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:443", "fe80::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:443", "10.0.0.7"),
+        ("unix:", "unix"),
+        ("", ""),
+    ],
+)
+def test_a_host_is_an_address_or_the_network_that_it_may_choose_from(peer: str, host: str) -> None:
+    assert host_of(peer) == host
