@@ -34,6 +34,7 @@ from orchestrator.model_info import ModelInfo
 from orchestrator.refine import SOURCE_LATENTS, SOURCE_VIDEO
 from orchestrator.scheduler import RETRY_AFTER_S, Scheduler
 from orchestrator.staging import staging, take_over
+from orchestrator.tenants import check_limits
 from orchestrator.upload import Messages, read_end, read_header, receive, upload_violations
 from services.common.refusal import refuse
 
@@ -83,6 +84,8 @@ class RefineDesk:
                 await read_end(messages)
                 return known, True
         self._scheduler.check_open()
+        usage = self._scheduler.usage(caller.tenant)
+        check_limits(self._scheduler.tenants, usage, caller.tenant, num_frames=0)  # what is full already
         with staging(self._settings.data) as directory:
             match header.WhichOneof("source"):
                 case "job_id":

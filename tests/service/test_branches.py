@@ -12,12 +12,19 @@ import pytest
 
 from core.artifacts import LATENTS
 from core.geometry import chunk_table
-from h3stream.v1 import records_pb2, video_pb2, workers_pb2
+from h3stream.errors import PhaseError
+from h3stream.v1 import records_pb2, types_pb2, video_pb2, workers_pb2
+from orchestrator.caller import Caller
 from orchestrator.chunk_store import CHUNKS_NAME, ChunkStore
+from orchestrator.job import Job
 from orchestrator.job_files import read_job_record
+from orchestrator.lane import Lane
 from orchestrator.latents import read_latents
+from orchestrator.scheduler import Scheduler
+from tests.job_logs import read_log
 from tests.service.callers import CoreCaller, callers, status_of
 from tests.service.conftest import CLIP, Service
+from tests.service.fake_workers import FakeLaneHost
 from tests.service.test_cancel_and_queue import start, until
 
 FRAMES = 73  # four chunks and a tail
@@ -340,6 +347,52 @@ async def test_latents_that_are_gone_are_nothing_to_go_on_from(service: Service,
         assert status == "NOT_FOUND"
         assert words in message
     assert not list((service.data / "jobs" / ".incoming").iterdir()), "what had been prepared is gone"
+
+
+async def test_media_that_cannot_be_told_at_once_are_told_when_they_are_decoded(
+    service: Service, studio: CoreCaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await running(service, seed=3)
+    emit = Job.emit
+
+    def fail_once(job: Job, payload: Any, *, is_refined: bool = False) -> None:
+        if isinstance(payload, types_pb2.Fragment):
+            monkeypatch.setattr(Job, "emit", emit)
+            raise PhaseError("the job's events cannot be written: No space left on device")
+        emit(job, payload, is_refined=is_refined)
+
+    monkeypatch.setattr(Job, "emit", fail_once)
+    job_id = (await studio.submit(**branch(source, 3))).job_id
+    kinds = [event.WhichOneof("payload") for event in await first_events(service, job_id, 3)]
+    assert kinds[:2] == ["accepted", "init_segment"]
+    assert kinds[2] != "fragment"
+    go_on(service)
+    assert media(await events_of(service, job_id)) == media(await events_of(service, source))
+
+
+async def test_a_branch_that_waits_goes_on_when_the_server_is_back(service: Service, studio: CoreCaller) -> None:
+    source = await running(service, seed=3)
+    job_id, twin = [(await studio.submit(**branch(source, 3, seed=4))).job_id for _ in range(2)]
+    gate = service.script.gates["sample:4.1"] = asyncio.Event()  # its source's, and then its own
+    service.script.gates.pop("sample:3.1").set()
+    await until(service, "sample:4.1")
+    await service.scheduler.stop(0, asyncio.Event())
+    gate.set()
+
+    (service.data / "again").mkdir()
+    scheduler = Scheduler(
+        [Lane(FakeLaneHost(service.data / "again", service.script))], service.data, max_queued_jobs=4, kept_jobs=4
+    )
+    scheduler.open()
+    await scheduler.start()
+    async with asyncio.timeout(20):
+        for each in (source, job_id, twin):
+            await scheduler.job(each, Caller()).wait_ended()
+    logs = {each: media(read_log(scheduler.job(each, Caller()).log)) for each in (source, job_id, twin)}
+    await scheduler.stop(0, asyncio.Event())
+    assert logs[job_id] == logs[twin]
+    assert logs[job_id][:3] == logs[source][:3]
+    assert not set(logs[job_id][3:]) & set(logs[source][3:])
 
 
 async def test_there_must_be_such_a_job(studio: CoreCaller) -> None:

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from h3stream.job import TenantLimits
 from h3stream.v1 import video_pb2
+from orchestrator import generation, source
 from orchestrator.caller import DEFAULT_TENANT, SCOPES
 from orchestrator.tenants import NoLimits
 from tests.service.callers import CoreCaller, callers, status_of
@@ -182,8 +184,6 @@ async def test_usage_counts_what_runs_and_what_waits(service: Service, people: l
 
 async def refused(call: Any) -> str:
     """The message of a call that is refused for a limit of its tenant, with the delay to wait."""
-    import grpc
-
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -220,12 +220,19 @@ async def test_a_tenant_has_no_more_frames_pending_than_it_may(
     assert "at most 78 frames" in await refused(studio.submit(num_frames=124))
 
 
-async def test_a_tenant_keeps_no_more_bytes_than_it_may(people: list[CoreCaller], tenants: Policy) -> None:
+async def test_a_tenant_keeps_no_more_bytes_than_it_may(
+    people: list[CoreCaller], tenants: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tenants.by_tenant["studio"] = TenantLimits(max_stored_bytes=1)
     studio, other, *_ = people
     job_id = await made(studio)
+    monkeypatch.setattr(source, "receive", None)  # told before an upload is taken in, and before chunks are taken over
+    monkeypatch.setattr(generation, "prepare", None)
     assert "delete jobs that have ended" in await refused(studio.submit())
     assert "max_stored_bytes" in await refused(studio.refine(job_id=job_id))
+    assert "max_stored_bytes" in await refused(studio.refine(upload={"prompt": "a fox", "size_bytes": 10}))
+    branch = video_pb2.Branch(job_id=job_id, from_chunk=1)
+    assert "max_stored_bytes" in await refused(studio.submit("", branch=branch))
     await made(other)
     await studio.delete(job_id)
     await made(studio)
