@@ -24,6 +24,8 @@ from tests.service.certificates import Authority, encrypt
 from tests.service.conftest import Service
 from tests.service.keyed import AccessKeys, Showing
 
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+
 SERVER_NAMES = ("DNS:localhost", "IP:127.0.0.1")
 
 
