@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from h3stream.errors import QuotaExceededError
 from h3stream.refine import RefineSpec
+from h3stream.request import Branch
 from tests.browser.chromium import AUTOPLAY, NO_AUTOPLAY, Page, browser
 from tests.fakes import ADAPTERS, SERVER_INFO, plan_of
 from tests.web_service import LiveService, running_gateway, serve_live
@@ -512,3 +514,61 @@ async def test_the_keyboard_reaches_everything(opened: Opener, service: LiveServ
         assert [name for name in ("prompt", "num_frames", "canvas", "generate") if name not in reached] == []
         inputs = "[...document.querySelectorAll('input, select, textarea')]"
         assert await page.run(f"{inputs}.filter((e) => !e.labels.length && !e.ariaLabel).map((e) => e.id)") == []
+
+
+async def test_a_page_without_a_key_asks_for_it_and_puts_it_in_no_address(service: LiveService, tmp_path: Path) -> None:
+    key = "h3s_k1_s3cret"
+    service.api_keys = (key,)
+    async with (
+        serve_live(service) as address,
+        running_gateway(address) as gateway,
+        browser(tmp_path / "profile", AUTOPLAY) as page,
+    ):
+        await page.go(f"http://{gateway}/")
+        element = "document.getElementById('{}')".format
+        await page.until(f"!{element('key-form')}.hidden")
+        assert await page.run(f"{element('key-problem')}.textContent") == "This server asks for an API key."
+        assert await page.run("generate.disabled")
+        await snap(page, "12-key")
+        for given, awaited in (
+            ("h3s_k1_other", f"{element('key-problem')}.textContent.includes('no such API key')"),
+            (key, f"{element('key-form')}.hidden && !generate.disabled"),
+        ):
+            await page.run(f"{element('key')}.value = '{given}'; {element('key-form')}.requestSubmit()")
+            await page.until(awaited)
+        await start(page)
+        # What the element fetches by itself carries the key, too.
+        await page.until(f"{ENDED} && video.currentSrc.endsWith('final.mp4') && video.readyState > 0")
+        fetched = "performance.getEntriesByType('resource').map((entry) => entry.name).join()"
+        assert "s3cret" not in await page.run(f"{fetched} + location.href + document.cookie")
+        await page.run("window.isOld = true")
+        await page.call("Page.reload")
+        await page.until(f"!window.isOld && {ENDED} && {element('key-form')}.hidden")
+        await page.run(f"window.isOld = true; {element('forget-key')}.click()")
+        await page.until(f"!window.isOld && !{element('key-form')}.hidden")
+        await page.until(f"{element('problem')}.textContent === 'This server asks for an API key.'")
+        await page.run(f"{element('key')}.value = '{key}'; {element('key-form')}.requestSubmit()")
+        await page.until(f"{ENDED} && {element('problem')}.textContent === ''")
+        assert page.problems == []
+
+
+async def test_a_running_clip_goes_on_another_way(opened: Opener, service: LiveService) -> None:
+    async with opened() as page:
+        service.allow(2)
+        await start(page)
+        await page.until("!branching.hidden && document.getElementById('branch-chunk').length === 1")
+        await page.run("branching.open = true")
+        await snap(page, "13-branch")
+        service.allow(99)
+        await page.until(f"{ENDED} && document.getElementById('branch-chunk').length === 4")
+        await page.run(
+            """document.getElementById('branch-chunk').value = '2'; document.getElementById('branch-seed').value = '7';
+            document.getElementById('branch-prompt').value = 'snow';
+            document.getElementById('branch-form').requestSubmit()"""
+        )
+        await page.until(f"location.hash === '#job=job-1' && {ENDED}")
+        assert service.jobs["job-1"].request.branch == Branch("job-0", 2, "snow", 7)
+        service.refuse_with = QuotaExceededError("2 jobs of studio wait already", retry_after_s=6.5)
+        await page.run("document.getElementById('branch-form').requestSubmit()")
+        told = "There is no room now: 2 jobs of studio wait already. Try again in 7 s."
+        await page.until(f"document.getElementById('branch-problem').textContent === '{told}'")

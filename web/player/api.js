@@ -1,14 +1,14 @@
 // The gateway's HTTP API. Every failure is an ApiError.
 
-import { hasKey, headersOf } from "./keys.js";
+import { headersOf } from "./keys.js";
 
 // A piece of media is below 1 MiB; a call that takes longer than this hangs.
 const TIMEOUT_MS = 20_000;
 
 export class ApiError extends Error {
-  // status 0: the gateway was not reached.
-  constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [], retry_after_s } = {}) {
-    super(inWords(status, message, retry_after_s));
+  // status 0: the gateway was not reached.  hadKey: whether the call carried a key.
+  constructor(status, { reason = "UNREACHABLE", message = "the gateway cannot be reached", violations = [], retry_after_s } = {}, hadKey = false) {
+    super(inWords(status, message, retry_after_s, hadKey));
     this.status = status;
     this.reason = reason;
     this.violations = violations;
@@ -20,8 +20,8 @@ export class ApiError extends Error {
   }
 }
 
-function inWords(status, message, retryAfterS) {
-  if (status === 401) return hasKey() ? `The server does not take this API key: ${message}` : "This server asks for an API key.";
+function inWords(status, message, retryAfterS, hadKey) {
+  if (status === 401) return hadKey ? `The server does not take this API key: ${message}` : "This server asks for an API key.";
   if (status === 403) return `This API key does not allow that: ${message}`;
   if (status === 429) return `There is no room now: ${message}. Try again in ${Math.ceil(retryAfterS ?? 1)} s.`;
   return message;
@@ -34,16 +34,18 @@ const stringify = (value) => JSON.stringify(value).replace(/"seed":"0*(\d+)"/, '
 export const jobUrl = (jobId) => `api/jobs/${encodeURIComponent(jobId)}`;
 
 async function call(path, options) {
+  const headers = { ...headersOf(), ...options?.headers };
   let response;
   try {
-    response = await fetch(path, { ...options, headers: { ...headersOf(), ...options?.headers } });
+    response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (options?.signal?.aborted) throw error;
     throw new ApiError(0);
   }
   if (response.ok) return response;
   const { error } = await response.json().catch(() => ({}));
-  throw new ApiError(response.status, error ?? { reason: "HTTP_ERROR", message: `HTTP status ${response.status}` });
+  const facts = error ?? { reason: "HTTP_ERROR", message: `HTTP status ${response.status}` };
+  throw new ApiError(response.status, facts, "Authorization" in headers);
 }
 
 const json = async (path, options) => parse(await (await call(path, options)).text());

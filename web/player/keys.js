@@ -25,7 +25,6 @@ function store(key) {
   }
 }
 
-export const hasKey = () => current !== "";
 export const headersOf = (key = current) => (key ? { Authorization: `Bearer ${key}` } : {});
 
 // Asks for a key and says why; ends once there is one that the server takes.
