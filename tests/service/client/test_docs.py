@@ -18,6 +18,7 @@ from h3stream import FrozenCacheSpec, GenerateRequest, RefineSpec, errors
 from h3stream.cli import make_parser
 from h3stream.codec import PAYLOADS
 from h3stream.status import STATUS_OF
+from orchestrator.access import __main__ as access
 from orchestrator.config import Settings
 from tests.fakes import FakeVideoService, media_of, plan_of, serve_video
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "api.md").read_text()
 REFINING = (ROOT / "docs" / "refine.md").read_text()
 WEIGHTS = (ROOT / "docs" / "getting-the-weights.md").read_text()
+OPERATING = (ROOT / "docs" / "access.md").read_text() + (ROOT / "docs" / "operations.md").read_text()
 READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 
 
@@ -63,6 +65,7 @@ def commands(text: str) -> list[str]:
         *commands(GUIDE),
         *commands(REFINING),
         *commands(READMES),
+        *(line for line in commands(OPERATING) if line.startswith("h3stream")),
         *(line for line in commands(WEIGHTS) if line.startswith("h3stream")),
     ],
 )
@@ -70,9 +73,12 @@ def test_every_command_parses(line: str) -> None:
     words = shlex.split(line.partition("#")[0].partition("|")[0])
     assert words[0] == "h3stream"
     _, extra = make_parser().parse_known_args(words[1:])
-    allowed = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Settings)}
+    if words[1] == "keys":
+        access._parser().parse_args(extra)
+        return
+    allowed = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Settings)} | {"--config", "--json"}
     assert {word for word in extra if word.startswith("-")} <= allowed
-    assert words[1] == "serve" or extra == []
+    assert words[1] in ("serve", "doctor") or extra == []
 
 
 def test_the_table_of_errors_is_the_tree() -> None:
