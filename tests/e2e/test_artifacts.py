@@ -15,6 +15,7 @@ from core.geometry import num_samples
 from h3stream import Client
 from h3stream.events import Completed, Fragment
 from tests.e2e.conftest import Server
+from tests.job_logs import JOB_FILES
 
 
 def test_every_artifact_agrees_with_the_stream(server: Server, tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_every_artifact_agrees_with_the_stream(server: Server, tmp_path: Path) -
         for artifact in done.artifacts:
             assert client.download(done.job_id, artifact.name, tmp_path / artifact.name) == artifact
     left = {path.name for path in (server.data / "jobs" / done.job_id).iterdir()}
-    assert left == {"events.log", *ARTIFACTS}, "nothing but what is listed"
+    assert left == {*JOB_FILES, *ARTIFACTS}, "nothing but what is listed"
 
     assert (tmp_path / "stream.mp4").read_bytes() == b"".join(event.media for event in events)
 

@@ -28,6 +28,7 @@ from h3stream import (
 )
 from services.common.ledger import overlaps, read_ledger
 from tests.e2e.conftest import Server
+from tests.job_logs import JOB_FILES
 from tests.tools.check_fmp4 import violations
 
 SMALL = GenerateRequest("a fox in the snow", num_frames=39, width=96, height=64, steps=2)
@@ -93,7 +94,7 @@ def test_its_final_file_is_whole_and_is_what_its_digest_says(server: Server, tmp
     data = (server.data / artifact.relative_path).read_bytes()
     assert (len(data), hashlib.sha256(data).hexdigest()) == (artifact.size_bytes, artifact.sha256)
     left = sorted(p.name for p in (server.data / "jobs" / done.job_id).iterdir())
-    assert left == sorted(["events.log", *DEFAULT_ARTIFACTS])
+    assert left == sorted([*JOB_FILES, *DEFAULT_ARTIFACTS])
 
 
 def test_the_same_request_gives_the_same_bytes_whatever_was_made_before(server: Server) -> None:

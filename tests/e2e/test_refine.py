@@ -33,6 +33,7 @@ from h3stream import (
 )
 from services.common.ledger import overlaps, read_ledger
 from tests.e2e.conftest import Server
+from tests.job_logs import JOB_FILES
 from tests.tools.check_fmp4 import violations
 
 FRAMES = 39
@@ -170,7 +171,7 @@ async def test_a_refinement_that_is_cancelled_leaves_a_clip_that_can_be_refined(
         job = await cancelling
         assert {artifact.name for artifact in job.artifacts} == set(DEFAULT_ARTIFACTS)
         left = {path.name for path in (server.data / "jobs" / stream.job_id).iterdir()}
-        assert left == {"events.log", *DEFAULT_ARTIFACTS}
+        assert left == {*JOB_FILES, *DEFAULT_ARTIFACTS}
         again = [event async for event in client.refine(stream.job_id, SPEC)]
         fresh = [event async for event in client.generate(CLIP, refine_audio=SPEC)]
     assert only(RefinedAudio, again).latents_sha256 == only(RefinedAudio, fresh).latents_sha256

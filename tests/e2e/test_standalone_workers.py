@@ -12,9 +12,11 @@ import pytest
 from core.phases import Worker
 from h3stream import Client, Completed
 from h3stream.errors import UnsupportedError
-from h3stream.v1 import types_pb2
+from h3stream.v1 import records_pb2, types_pb2
 from orchestrator.admission import make_plan
 from orchestrator.job import Job
+from orchestrator.job_files import LOG_NAME
+from orchestrator.job_log import JobLog
 from orchestrator.lane import Lane
 from orchestrator.model_info import read_model_info
 from orchestrator.session import run_session
@@ -24,6 +26,8 @@ from tests.job_logs import read_log
 
 class ProcessLaneHost:
     """Hosts the three workers as `python -m services.NAME`."""
+
+    token = ""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self._model, self._directory = model, directory
@@ -62,13 +66,10 @@ async def test_three_processes_make_the_clip_that_the_service_makes(
             await lane.text_encoder.encode("a fox in the snow")
         model = read_model_info(tiny_model)
         (tmp_path / "job").mkdir()
-        job = Job(
-            "job",
-            "a fox in the snow",
-            model.default_clip,
-            make_plan(model.default_clip, model, (), 6_000_000),
-            tmp_path / "job",
+        record = records_pb2.JobRecord(
+            job_id="job", prompt="a fox in the snow", plan=make_plan(model.default_clip, model, (), 6_000_000)
         )
+        job = Job(record, tmp_path / "job", JobLog(tmp_path / "job" / LOG_NAME))
         await run_session(job, lane)
         await lane.clear("job")
         job.end(None)

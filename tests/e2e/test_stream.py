@@ -14,6 +14,7 @@ from h3stream import AsyncClient, Client, Completed, Fragment, InitSegment, Prog
 from h3stream.events import PhaseChange, StreamComplete
 from services.common.ledger import overlaps, read_ledger
 from tests.e2e.conftest import Clip, Server
+from tests.job_logs import JOB_FILES
 from tests.tools.check_fmp4 import violations
 
 
@@ -164,4 +165,4 @@ def test_the_final_file_is_whole_and_is_what_its_digest_says(server: Server, tmp
     assert (len(data), hashlib.sha256(data).hexdigest()) == (artifact.size_bytes, artifact.sha256)
     assert data.index(b"moov") < data.index(b"mdat"), "a player would have to read it to its end first"
     left = sorted(p.name for p in (server.data / "jobs" / done.job_id).iterdir())
-    assert left == sorted(["events.log", *DEFAULT_ARTIFACTS])
+    assert left == sorted([*JOB_FILES, *DEFAULT_ARTIFACTS])

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
 
 import grpc
 import pytest
 
 from h3stream.v1 import types_pb2, video_pb2
-from orchestrator.admission import make_plan
-from orchestrator.lane import Lane
-from orchestrator.scheduler import Scheduler
 from services.common.ledger import overlaps, read_ledger
-from tests.service.conftest import CLIP, MODEL, Service
-from tests.service.fake_workers import FakeLaneHost, Script
+from tests.service.conftest import Service
 
 
 async def until(service: Service, point: str) -> None:
@@ -152,22 +146,6 @@ async def test_finished_jobs_beyond_the_limit_are_forgotten_with_their_files(ser
     with pytest.raises(grpc.aio.AioRpcError) as missing:
         await service.stub.GetJob(video_pb2.GetJobRequest(job_id=ids[0]))
     assert missing.value.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_jobs_of_an_earlier_run_take_their_turn_to_be_removed(tmp_path: Path) -> None:
-    for age, name in enumerate(("newest", "middle", "oldest")):
-        directory = tmp_path / "jobs" / name
-        directory.mkdir(parents=True)
-        os.utime(directory, (1_000_000 - age, 1_000_000 - age))
-    (tmp_path / "lane").mkdir()
-    lane = Lane(FakeLaneHost(tmp_path / "lane", Script()))
-    scheduler = Scheduler([lane], tmp_path, max_queued_jobs=1, kept_jobs=3)
-    await scheduler.start()
-    plan = make_plan(CLIP, MODEL, (), 6_000_000)
-    job = scheduler.submit("a fox", CLIP, plan)
-    await job.ended.wait()
-    assert {p.name for p in (tmp_path / "jobs").iterdir()} == {"newest", "middle", job.job_id}
-    await scheduler.stop(0, asyncio.Event())
 
 
 @pytest.mark.parametrize("num_lanes", [2])

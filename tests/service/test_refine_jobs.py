@@ -17,6 +17,7 @@ from core.geometry import chunk_table
 from h3stream.v1 import types_pb2, video_pb2
 from orchestrator.scheduler import INCOMING
 from services.common.ledger import overlaps, read_ledger
+from tests.job_logs import JOB_FILES
 from tests.service.conftest import Service
 from tests.service.fake_workers import broken, refined_values
 from tests.service.test_artifacts import finished
@@ -161,7 +162,7 @@ async def test_a_source_that_is_removed_meanwhile_is_still_refined(
     await until(service, "refine:0")
     await finished(service)  # on the other lane; it takes the room
     assert [artifact.name for artifact in (await get(service, source)).artifacts] == []
-    assert [path.name for path in (service.data / "jobs" / source).iterdir()] == ["events.log"]
+    assert {path.name for path in (service.data / "jobs" / source).iterdir()} == JOB_FILES
     gate.set()
     events = [response.event async for response in stream]
     assert kinds(events)[-1] == "completed"
