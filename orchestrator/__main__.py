@@ -84,6 +84,7 @@ def _prepare_ray(environment: MutableMapping[str, str]) -> None:
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     if not sys.stderr.isatty():
         environment["RAY_COLOR_PREFIX"] = "0"  # a log is no terminal
+    environment.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that are alike are all records
     # Ray would start workers at niceness 15, so that on a host without a GPU viewers came before the job.
     environment.setdefault("RAY_worker_niceness", "0")
 

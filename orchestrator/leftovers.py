@@ -17,7 +17,7 @@ from pathlib import Path
 from h3stream.errors import StartupError
 
 PROC = Path("/proc")
-END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 30.0
 """How long killed processes may take to be gone: one that holds much device memory takes seconds."""
 
 
