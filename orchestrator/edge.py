@@ -127,6 +127,7 @@ class Edge:
     async def stop(self, grace_s: float) -> None:
         """Takes no new call and ends the running ones after `grace_s` seconds."""
         await self._endpoint.stop(grace_s)
+        await self._guard.finish()
         await self._channel.close()
         if self._watching is not None:
             self._watching.cancel()

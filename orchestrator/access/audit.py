@@ -45,8 +45,9 @@ class AuditLog:
             self._is_failing = True
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; what is written later fails, and is written nowhere."""
         os.close(self._fd)
+        self._fd = -1
 
     def _append(self, line: bytes) -> None:
         end = os.fstat(self._fd).st_size

@@ -40,6 +40,8 @@ SILENCE_S = 1.0
 """How long a caller that is refused may be silent before it is told so."""
 RECHECK_S = 1.0
 """How often it is looked whether those whose calls are open are still who they were."""
+FINISH_S = 2.0
+"""Longest that calls which the server has ended may take to be written down."""
 NUM_FAILURES, FAILURES_PER_S = 20, 0.5
 """Calls with a wrong key or none that one address may make at once, and how many more a second. A secret cannot be
 guessed: this bounds what the attempts cost and how fast the audit log grows."""
@@ -95,6 +97,7 @@ class Guard(aio.ServerInterceptor):
         self._failures = RateLimiter(burst=NUM_FAILURES, per_s=FAILURES_PER_S, clock=clock)
         self._probes = RateLimiter(burst=NUM_PROBES, per_s=PROBES_PER_S, clock=clock)
         self._open: dict[asyncio.Timeout, _Credentials] = {}
+        self._answering: set[asyncio.Task[Any]] = set()
 
     async def watch(self) -> None:
         """Ends open calls whose caller is no longer valid, until it is cancelled."""
@@ -107,6 +110,11 @@ class Guard(aio.ServerInterceptor):
         for lease, shown in list(self._open.items()):
             if not self._holds(shown):
                 lease.reschedule(asyncio.get_running_loop().time())
+
+    async def finish(self) -> None:
+        """Returns once every call has been written down, after the server has stopped and ended them."""
+        if self._answering:
+            await asyncio.wait(self._answering, timeout=FINISH_S)
 
     async def intercept_service(
         self,
@@ -221,6 +229,10 @@ class Guard(aio.ServerInterceptor):
     def _audited(self, call: Call, method: str, context: Any) -> Iterator[None]:
         begun_s = time.monotonic()
         is_cancelled = False
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
         try:
             yield
         except asyncio.CancelledError:

@@ -322,6 +322,15 @@ async def test_the_audit_log_says_who_called_what_and_how_it_ended(keyed: Keyed)
     assert keyed.audit.stat().st_mode & 0o777 == 0o600
 
 
+async def test_calls_that_a_stop_ends_are_written_down_too(service: Service, keys: AccessKeys) -> None:
+    service.script.gates["sample:1.1"] = asyncio.Event()
+    async with keyed_edge(service, keys) as keyed, keyed.caller(keys.texts["fox"]) as fox:
+        _, job_id = await begin(fox)
+        for _ in range(9):
+            await anext(aiter(fox.Attach(video_pb2.AttachRequest(job_id=job_id))))
+    assert [entry["status"] for entry in await keyed.audited(10)] == ["CANCELLED"] * 10
+
+
 async def test_secrets_are_in_no_log_no_file_no_answer_and_no_process_list(
     process: Keyed, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from h3stream.errors import ConfigError, UnauthenticatedError
 from h3stream.job import TenantLimits
@@ -167,3 +169,17 @@ def test_without_a_file_a_certificate_that_tls_has_let_in_is_enough() -> None:
     store = Clocks().store(None, needs_certificate=True)
     assert store.authenticates
     assert store.identify((), ("näme",)) == Caller(scopes=frozenset(SCOPES), key_id="cert:n?me")
+
+
+SHOWN = st.one_of(st.text(), st.text().map("Bearer {}".format), st.from_regex("Bearer h3s_ci_.*"))
+
+
+@given(st.lists(SHOWN), st.lists(st.text()))
+def test_whatever_is_shown_that_is_no_key_is_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, authorization: list[str], names: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.json"
+    if not path.exists():
+        write_access_file(path, AccessFile(keys=(key_and_text("ci")[0],)))
+    with pytest.raises(UnauthenticatedError):
+        Clocks().store(path).identify(authorization, names)
