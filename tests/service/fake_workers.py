@@ -20,7 +20,7 @@ from grpc import aio
 from safetensors.torch import save
 from torch import nn
 
-from core.artifacts import COMPARISON, LATENTS, REFINED_ARTIFACTS, WORKER_ARTIFACTS
+from core.artifacts import COMPARISON, LATENTS, REFINED_ARTIFACTS, SOUND, WORKER_ARTIFACTS
 from core.clock import TICKS_PER_FRAME, emission_table
 from core.geometry import chunk_table, num_samples
 from core.latents_file import FORMAT, SHIFTS, latent_shapes
@@ -362,7 +362,7 @@ class VaeSession:
     num_fragments: int = 0
     last_answer: list[workers_pb2.DecodeChunkResponse] = field(default_factory=list)
     digest: Any = field(default_factory=hashlib.sha256)
-    """Of all latents, which every fragment and artifact depends on."""
+    """Of all latents, which every fragment and the sound depend on."""
 
 
 class FakeVae(workers_pb2_grpc.VaeServiceServicer):
@@ -444,7 +444,7 @@ class FakeVae(workers_pb2_grpc.VaeServiceServicer):
         full = [name for name in self.script.full if name in names]
         response = workers_pb2.FinishResponse(
             artifacts=[
-                write_artifact(directory, name, clip, session.digest.digest())
+                write_artifact(directory, name, clip, session.digest.digest() if name == SOUND else b"")
                 for name in names
                 if name in MADE and name not in full
             ],
@@ -550,7 +550,7 @@ def dense_values(session: DitSession) -> list[float]:
 
 
 def write_artifact(directory: Path, name: str, clip, data: bytes) -> types_pb2.Artifact:
-    """Writes a file with some data and of some hundred kilobytes; latents are those of a clip."""
+    """Writes a file of some hundred kilobytes, which ends with some data; latents are those of a clip."""
     data = latents_file(clip) if name == LATENTS else name.encode() * 40_000 + data
     (directory / name).write_bytes(data)
     return types_pb2.Artifact(
