@@ -18,7 +18,7 @@ from h3stream.aio import AsyncClient, AsyncGeneration
 from h3stream.artifact_file import is_written_into
 from h3stream.clip_file import ClipFile
 from h3stream.endpoint import Endpoint
-from h3stream.errors import GenerationError, NotReadyError
+from h3stream.errors import GenerationError, NotReadyError, ServerStoppingError
 from h3stream.progress import Display, Lines, LiveBar, Tally
 from h3stream.report import say
 from h3stream.still_files import StillFiles
@@ -92,7 +92,9 @@ async def deliver(
                 return Ending.READER_GONE
             say(f"h3stream: cannot write {outputs.clip}: {error.strerror}; {await leave()}")
             return Ending.NOT_WRITTEN
-        except GenerationError:
+        except GenerationError as error:
+            if isinstance(error, ServerStoppingError) and events.job_id and is_lasting:
+                say(f"h3stream: {_way_back(events.job_id, server, outputs)}")
             if tally.stream is not None and outputs.clip is not None:
                 say(f"h3stream: {outputs.clip} is whole, but its sound is not refined")
             elif tally.num_chunks and outputs.clip is not None:  # it had been accepted

@@ -53,6 +53,18 @@ async def test_attach_goes_on_when_the_server_is_back(tmp_path: Path, begin: lis
     assert told == ["h3stream: connection lost; trying again for up to 60 s", "h3stream: connected again"]
 
 
+async def test_a_job_that_a_stopping_server_leaves_to_the_next_can_be_followed(
+    run: Run, address: str, service: FakeVideoService
+) -> None:
+    service.script = Script(restart_at=[FRAGMENTS[0].seq + 1])
+    result = await run("generate", "a fox", "-o", "clip.mp4")
+    assert result.status == 1
+    way, kept, error, _ = result.err.splitlines()[-4:]
+    assert way == f"h3stream: job job-0 goes on; follow it with: h3stream attach job-0 --server {address} -o FILE"
+    assert kept.endswith("clip.mp4 keeps the 17 of 39 frames that had arrived")
+    assert error.startswith("h3stream: SERVER_STOPPING: ")
+
+
 async def test_a_branch_is_made_with_every_option(run: Run, service: FakeVideoService, tmp_path: Path) -> None:
     await run("generate", "a fox", "-o", "made.mp4")
     result = await run("branch", "job-0", "--from-chunk", "2", "-o", "clip.mp4")
