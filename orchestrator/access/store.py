@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from h3stream.errors import ConfigError, UnauthenticatedError
 from h3stream.job import TenantLimits
 from orchestrator.access.access_file import AccessFile, Key, Tenant, read_access_file
 from orchestrator.access.keys import KeyParts, read_key
+from orchestrator.access.versions import file_version
 from orchestrator.caller import Caller, with_implied
 
 log = logging.getLogger(__name__)
@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 CHECK_S = 1.0
 """How often it is looked whether the file has changed, at most."""
 _NO_HASH = "0" * 64
-
-_Version = tuple[int, int, int]
 
 
 class AccessStore:
@@ -45,7 +43,7 @@ class AccessStore:
         self._clock = clock
         self._wall_clock = wall_clock
         self._checked_s = clock()
-        self._version = None if path is None else _version(path)
+        self._version = None if path is None else file_version(path)
         self._take(AccessFile() if path is None else read_access_file(path))
 
     @property
@@ -103,7 +101,7 @@ class AccessStore:
         if self._path is None or now_s - self._checked_s < CHECK_S:
             return
         self._checked_s = now_s
-        version = _version(self._path)
+        version = file_version(self._path)
         if version == self._version:
             return
         self._version = version
@@ -131,12 +129,3 @@ def _bearer(authorization: Sequence[str]) -> KeyParts:
     if parts is None:
         raise UnauthenticatedError("the metadata `authorization` must be `Bearer KEY` once, with a key h3s_ID_SECRET")
     return parts
-
-
-def _version(path: Path) -> _Version | None:
-    """What differs once the file has changed; None if it cannot be found."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 
 from h3stream.errors import ConfigError
+from orchestrator.access.versions import FileVersion, file_version
 from orchestrator.edge_settings import EdgeSettings
 
 log = logging.getLogger(__name__)
@@ -31,16 +32,20 @@ def server_credentials(settings: EdgeSettings) -> grpc.ServerCredentials | None:
     )
 
 
+_Versions = tuple[FileVersion | None, ...]
+
+
 class _Certificates:
     """The files of one certificate."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._versions: tuple[tuple[int, int], ...] = ()
+        self._versions: _Versions = ()
+        """Of the files as they were last looked at."""
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """What the files hold, checked by the library that would else fail every handshake. Raises ConfigError."""
-        versions = self._versions_now()
+        self._versions = self._versions_now()
         try:
             key = self._read_key()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -53,7 +58,6 @@ class _Certificates:
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             paths = ", ".join(str(path) for path in self._paths())
             raise ConfigError(f"tls_cert: the certificate cannot be used: {error} ({paths})") from error
-        self._versions = versions
         return configuration
 
     def read_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -63,7 +67,7 @@ class _Certificates:
         try:
             configuration = self.read()
         except ConfigError as error:
-            # Certificate and key are replaced one after the other: the next handshake tries again.
+            # Certificate and key are replaced one after the other: they are tried again when the other one has changed.
             log.error("%s; the one before stays in use", error)
             return None
         log.info("certificate read again: %s", self._cert)
@@ -79,9 +83,5 @@ class _Certificates:
     def _paths(self) -> list[Path]:
         return [path for path in (self._cert, self._key, self._client_ca) if path is not None]
 
-    def _versions_now(self) -> tuple[tuple[int, int], ...]:
-        try:
-            states = [os.stat(path) for path in self._paths()]
-        except OSError:
-            return ()
-        return tuple((state.st_mtime_ns, state.st_ino) for state in states)
+    def _versions_now(self) -> _Versions:
+        return tuple(file_version(path) for path in self._paths())
