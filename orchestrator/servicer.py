@@ -36,6 +36,8 @@ from services.common.refusal import refuse
 SERVICE_NAME = "h3stream.v1.VideoService"
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 20, 100
 """Jobs in an answer that lists jobs."""
+MAX_PAGE_BYTES = MAX_MESSAGE_BYTES * 3 // 4
+"""Bytes of such an answer: with room for the envelope."""
 
 
 def add_services(
@@ -109,13 +111,15 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
         refuse(list_violations(request))
         caller = caller_of(context)
         caller.require("read_all" if request.all_tenants else "read_own")
-        jobs, next_page_token = self._scheduler.page(
-            None if request.all_tenants else caller.tenant,
-            [STATE_FROM_PROTO[state] for state in request.states],
-            request.page_token,
-            request.page_size or DEFAULT_PAGE_SIZE,
-        )
-        return video_pb2.ListJobsResponse(jobs=[job.to_proto() for job in jobs], next_page_token=next_page_token)
+        tenant = None if request.all_tenants else caller.tenant
+        states = [STATE_FROM_PROTO[state] for state in request.states]
+        limit = request.page_size or DEFAULT_PAGE_SIZE
+        while True:
+            jobs, token = self._scheduler.page(tenant, states, request.page_token, limit)
+            page = video_pb2.ListJobsResponse(jobs=[job.to_proto() for job in jobs], next_page_token=token)
+            if limit == 1 or page.ByteSize() <= MAX_PAGE_BYTES:
+                return page
+            limit = max(1, limit * MAX_PAGE_BYTES // page.ByteSize() - 1)  # long prompts
 
     async def GetJob(self, request: video_pb2.GetJobRequest, context: Any) -> video_pb2.GetJobResponse:
         refuse_unknown_fields(request)

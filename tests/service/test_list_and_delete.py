@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from core.prompt import MAX_PROMPT_BYTES
+from h3stream.channel import MAX_MESSAGE_BYTES
 from h3stream.v1 import video_pb2
 from tests.service.callers import CoreCaller, callers, status_of
 from tests.service.conftest import Service
@@ -87,6 +89,18 @@ async def test_pages_hold_every_job_once_while_jobs_come_and_go(service: Service
         await studio.submit()  # comes before the first page
         await studio.cancel(jobs[0])  # is still listed on the last
     assert found == jobs[::-1]
+
+
+@pytest.mark.parametrize("max_queued_jobs", [100])
+async def test_a_page_of_long_prompts_fits_a_message(service: Service, studio: CoreCaller) -> None:
+    service.script.gates["sample:0.1"] = asyncio.Event()
+    jobs = [(await studio.submit("a" * MAX_PROMPT_BYTES)).job_id for _ in range(70)]
+    first = await studio.list(page_size=100)
+    assert 30 < len(first.jobs) < 70
+    assert first.ByteSize() < MAX_MESSAGE_BYTES
+    rest = await studio.list(page_size=100, page_token=first.next_page_token)
+    assert ids(first) + ids(rest) == jobs[::-1]
+    assert not rest.next_page_token
 
 
 async def test_what_is_wrong_with_a_list_is_told_field_by_field(studio: CoreCaller) -> None:
