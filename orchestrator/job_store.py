@@ -71,6 +71,10 @@ class JobStore:
             self._journal.remember_boot()
         except PhaseError as error:
             raise StartupError(f"the jobs in {self._directory} cannot be taken up: {error.message}") from error
+        return self.live()
+
+    def live(self) -> list[Job]:
+        """The jobs that have not ended."""
         return [job for job in self._jobs.values() if not job.ended.is_set()]
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.fair_queue import FairQueue
@@ -375,10 +375,6 @@ class Scheduler:
             job.queue_position = position
         self._has_positions = True
 
-    def _followed(self) -> Iterator[Job]:
-        """The jobs that somebody is told of, of all that have not ended."""
-        return (job for job in [*self._running, *self._waiting()] if job.log.num_followers)
-
     async def _tick(self) -> None:
         """Ends jobs that are late, and keeps the log of every job that is followed from falling silent, whatever its
         workers are doing."""
@@ -386,7 +382,9 @@ class Scheduler:
             await asyncio.sleep(TICK_S)
             self._end_late_jobs()
             self._store.tidy()
-            for job in list(self._followed()):
+            for job in self._store.live():
+                if not job.log.num_followers:
+                    continue
                 if job not in self._running:
                     self._count_positions()
                     job.tell_position()
