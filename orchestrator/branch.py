@@ -61,20 +61,23 @@ def resolve_branch(request: GenerateRequest, source: Job, adapters: Sequence[Ada
     branch = request.branch
     assert branch is not None
     refuse(_source_violations(source))
+    if source.ended.is_set():
+        _latents_of(source)  # told first: where they are gone, nothing that is asked for would do
+    prompt = source.prompt if branch.prompt is None else branch.prompt
     registry = {adapter.name: adapter for adapter in adapters}
     refuse(
         [
             *_clip_violations(request),
             *integer_violations("branch.from_chunk", branch.from_chunk, 1, len(source.plan.chunks) - 1),
-            *_prompt_violations(branch),
+            *_prompt_violations(prompt),
             *option_violations(request, source.clip, registry),
         ]
     )
     if missing := [use.name for use in source.clip.adapters if use.name not in registry]:
         names = f"this server has {', '.join(sorted(registry))}" if registry else "this server has no adapters"
         raise UnsupportedError(f"job {source.job_id} was made with the adapter {' and '.join(missing)}; {names}")
-    _check_chunks(source, branch.from_chunk)
-    prompt = source.prompt if branch.prompt is None else branch.prompt
+    if not source.ended.is_set():
+        _check_finished(source, branch.from_chunk)
     segments = _segments(source, branch)
     return BranchedClip(
         prompt,
@@ -126,17 +129,13 @@ def _clip_violations(request: GenerateRequest) -> Iterator[Violation]:
             yield Violation(name, description, "NOT_IN_BRANCH")
 
 
-def _prompt_violations(branch: Branch) -> Iterator[Violation]:
-    if branch.prompt is not None:
-        for violation in prompt_violations(branch.prompt):
-            yield Violation("branch.prompt", f"branch.prompt: {violation.description}", violation.reason)
+def _prompt_violations(prompt: str) -> Iterator[Violation]:
+    for violation in prompt_violations(prompt):
+        yield Violation("branch.prompt", f"branch.prompt: {violation.description}", violation.reason)
 
 
-def _check_chunks(source: Job, from_chunk: int) -> None:
-    """Raises unless the latents of every chunk before a boundary are there."""
-    if source.ended.is_set():
-        _latents_of(source)
-        return
+def _check_finished(source: Job, from_chunk: int) -> None:
+    """Raises UnsupportedError unless every chunk before a boundary is finished."""
     num_finished = ChunkStore(source.directory).num_finished
     if num_finished < from_chunk:
         allowed = f"from_chunk can be from 1 to {num_finished} now" if num_finished else "none can be gone on from yet"
