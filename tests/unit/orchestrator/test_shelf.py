@@ -1,19 +1,21 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from h3stream.errors import GenerationError, JobCancelledError
-from h3stream.v1 import types_pb2, video_pb2
-from orchestrator.job import Job
+from h3stream.v1 import video_pb2
+from orchestrator import shelf as shelves
+from orchestrator.job_files import read_job_end
+from orchestrator.journal import Journal
 from orchestrator.shelf import Limits, Shelf
-from tests.service.conftest import CLIP
+from orchestrator.stock import enter_end, load_job, row_of
+from tests.job_records import end_of, make_directory, record_of
 
 START_S = 1_700_000_000.0
+RECORDS = {"job.binpb", "end.binpb", "events.log"}
 
 
 class Clock:
@@ -29,39 +31,46 @@ class Shelves:
     """A shelf and the jobs that were put on it."""
 
     def __init__(self, data: Path, **limits: Any) -> None:
-        self.data, self.clock = data, Clock()
-        self.forgotten: list[str] = []
-        (data / "jobs").mkdir(exist_ok=True)
-        self.shelf = Shelf(data, Limits(**{"num_jobs": 9, **limits}), self.clock, self.forgotten.append)
+        self.jobs, self.clock = data / "jobs", Clock()
+        self.removed = data / "removed.jsonl"
+        self.journal = Journal(data / "journal.db")
+        self.limits = Limits(**{"num_jobs": 9, **limits})
+        self.shelf = Shelf(data, self.journal, self.limits, self.clock)
 
-    def end(self, name: str, **sizes: int) -> Job:
+    def end(self, name: str, **sizes: int) -> None:
         """A job that ends now with artifacts of these sizes, a second after the one before it."""
         self.clock.now_s += 1
-        directory = self.data / "jobs" / name
-        directory.mkdir()
-        job = Job(name, "a fox", CLIP, video_pb2.Plan(), directory)
+        record = record_of(name)
+        directory = make_directory(self.jobs, record)
+        self.journal.add(row_of(record))
         for artifact, size in sizes.items():
             (directory / artifact).write_bytes(bytes(size))
-            job.artifacts.append(types_pb2.Artifact(name=artifact, size_bytes=size))
-        job.end(None)
-        self.shelf.add(job)
+        enter_end(self.journal, directory, end_of(record, ended_s=self.clock.now_s, artifacts=sizes))
         self.shelf.tidy()
-        return job
 
-    def left(self) -> list[str]:
-        return sorted(path.relative_to(self.data / "jobs").as_posix() for path in (self.data / "jobs").glob("*/*"))
+    def left(self) -> dict[str, set[str]]:
+        """What there is of each job beside its records."""
+        found = {directory.name: {path.name for path in directory.iterdir()} for directory in self.jobs.glob("[!.]*")}
+        assert all(names >= RECORDS for names in found.values())
+        return {job_id: names - RECORDS for job_id, names in found.items()}
+
+    def told(self, name: str) -> video_pb2.Job:
+        row = self.journal.row(name)
+        assert row is not None
+        _, end = load_job(self.jobs / name, row)
+        assert end is not None
+        return end.job
 
     def record(self) -> list[dict[str, Any]]:
-        path = self.data / "removed.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in self.removed.read_text().splitlines()] if self.removed.exists() else []
 
 
 def test_the_oldest_job_goes_with_all_it_has(tmp_path: Path) -> None:
     made = Shelves(tmp_path, num_jobs=2)
     for name in "abc":
         made.end(name, clip=10)
-    assert made.left() == ["b/clip", "b/events.log", "c/clip", "c/events.log"]
-    assert made.forgotten == ["a"]
+    assert made.left() == {"b": {"clip"}, "c": {"clip"}}
+    assert [row.job_id for row in made.journal.rows()] == ["b", "c"]
     (line,) = made.record()
     assert line == {
         "time": "2023-11-14T22:13:23.000+00:00",
@@ -73,22 +82,22 @@ def test_the_oldest_job_goes_with_all_it_has(tmp_path: Path) -> None:
 
 def test_artifacts_go_once_they_are_too_old_and_the_job_tells(tmp_path: Path) -> None:
     made = Shelves(tmp_path, age_s=60)
-    job, younger = made.end("a", clip=10, sound=5), made.end("b", clip=10)
+    made.end("a", clip=10, sound=5)
+    made.end("b", clip=10)
     made.clock.now_s += 59
     made.shelf.tidy()
-    assert made.left() == ["a/clip", "a/events.log", "a/sound", "b/clip", "b/events.log"], "exactly as old as allowed"
+    assert made.left() == {"a": {"clip", "sound"}, "b": {"clip"}}, "exactly as old as allowed"
     made.clock.now_s += 0.5
     made.shelf.tidy()
     made.shelf.tidy()
-    assert made.left() == ["a/events.log", "b/clip", "b/events.log"]
-    assert made.forgotten == []
-    told = job.to_proto()
+    assert made.left() == {"a": set(), "b": {"clip"}}
+    told = made.told("a")
     assert list(told.artifacts) == []
     assert [(gone.name, gone.message) for gone in told.removed_artifacts] == [
         (name, "its job ended more than 60 s ago (kept_age_s)") for name in ("clip", "sound")
     ]
     assert told.removed_artifacts[0].remove_time.ToNanoseconds() == int(made.clock.now_s * 1e9)
-    assert [artifact.name for artifact in younger.to_proto().artifacts] == ["clip"]
+    assert [artifact.name for artifact in made.told("b").artifacts] == ["clip"]
     assert [(line["job_id"], len(line["artifacts"])) for line in made.record()] == [("a", 2)], "once"
 
 
@@ -98,7 +107,7 @@ def test_the_oldest_artifacts_go_until_the_rest_fits(tmp_path: Path) -> None:
         made.end(name, clip=size)
     assert made.record() == [], "exactly as much as allowed"
     made.end("d", clip=41)
-    assert made.left() == ["a/events.log", "b/events.log", "c/clip", "c/events.log", "d/clip", "d/events.log"]
+    assert made.left() == {"a": set(), "b": set(), "c": {"clip"}, "d": {"clip"}}
     assert [line["reason"] for line in made.record()] == ["artifacts took more than 100 bytes (kept_bytes)"] * 2
 
 
@@ -106,11 +115,11 @@ def test_the_newest_job_keeps_what_it_made_whatever_it_weighs(tmp_path: Path) ->
     made = Shelves(tmp_path, num_bytes=100)
     made.end("a", clip=10)
     made.end("b", clip=500)
-    assert made.left() == ["a/events.log", "b/clip", "b/events.log"]
+    assert made.left() == {"a": set(), "b": {"clip"}}
     made.end("c")
-    assert "b/clip" in made.left(), "a job that made nothing takes nothing away"
+    assert made.left()["b"] == {"clip"}, "a job that made nothing takes nothing away"
     made.end("d", clip=1)
-    assert made.left() == ["a/events.log", "b/events.log", "c/events.log", "d/clip", "d/events.log"]
+    assert made.left() == {"a": set(), "b": set(), "c": set(), "d": {"clip"}}
 
 
 def test_without_limits_nothing_goes(tmp_path: Path) -> None:
@@ -119,36 +128,40 @@ def test_without_limits_nothing_goes(tmp_path: Path) -> None:
     made.end("b")
     made.clock.now_s += 1e9
     made.shelf.tidy()
-    assert made.left() == ["a/clip", "a/events.log", "b/events.log"]
+    assert made.left() == {"a": {"clip"}, "b": set()}
 
 
-@pytest.mark.parametrize("limits", [{"num_bytes": 15}, {"age_s": 1000.0}, {"num_jobs": 2}])
-def test_what_an_earlier_run_left_counts(tmp_path: Path, limits: dict[str, Any]) -> None:
-    for age, name in enumerate(("newer", "older")):
-        directory = tmp_path / "jobs" / name
-        directory.mkdir(parents=True)
-        (directory / "clip").write_bytes(bytes(10))
-        (directory / "events.log").write_bytes(bytes(10))
-        os.utime(directory, (START_S - 998 - 2 * age,) * 2)
+@pytest.mark.parametrize("limits", [{"num_bytes": 15}, {"age_s": 1.5}, {"num_jobs": 2}])
+def test_what_an_earlier_run_left_takes_its_turn(tmp_path: Path, limits: dict[str, Any]) -> None:
+    earlier = Shelves(tmp_path)
+    earlier.end("older", clip=10)
+    earlier.end("newer", clip=10)
+    earlier.journal.close()
     made = Shelves(tmp_path, **limits)
-    made.shelf.adopt()
+    made.clock.now_s = earlier.clock.now_s
     made.end("a", clip=5)
-    assert "newer/clip" in made.left()
-    assert "older/clip" not in made.left()
+    assert made.left()["newer"] == {"clip"}
+    assert not made.left().get("older")
     assert [line["job_id"] for line in made.record()] == ["older"]
 
 
-def test_what_an_earlier_run_had_in_the_making_goes_and_changes_no_age(tmp_path: Path) -> None:
-    directory = tmp_path / "jobs" / "old"
-    directory.mkdir(parents=True)
-    for name in ("clip", "events.log", ".final.mp4.pcm", ".frames.mkv.part"):
-        (directory / name).write_bytes(bytes(10))
-    os.utime(directory, (START_S - 60,) * 2)
-    made = Shelves(tmp_path, age_s=50)
-    made.shelf.adopt()
-    assert made.left() == ["old/clip", "old/events.log"]
-    made.shelf.tidy()
-    assert made.left() == ["old/events.log"], "as old as it was"
+def test_a_clock_that_is_set_back_makes_no_job_older(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_jobs=2)
+    made.end("a")
+    made.clock.now_s -= 1e6
+    made.end("b")
+    made.end("c")
+    assert set(made.left()) == {"b", "c"}
+
+
+def test_sums_are_those_of_what_is_left(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_bytes=100)
+    made.end("a", clip=60)
+    log_bytes = (made.jobs / "a" / "events.log").stat().st_size
+    assert made.journal.stored_bytes("default") == 60 + log_bytes
+    made.end("b", clip=50)
+    assert made.journal.stored_bytes("default") == 50 + 2 * log_bytes
+    assert made.journal.artifact_bytes == 50
 
 
 def test_a_record_that_cannot_be_written_stops_no_removal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,25 +169,55 @@ def test_a_record_that_cannot_be_written_stops_no_removal(tmp_path: Path, caplog
     made = Shelves(tmp_path, num_bytes=1)
     made.end("a", clip=10)
     made.end("b", clip=10)
-    assert "a/clip" not in made.left()
+    assert made.left()["a"] == set()
     assert "removed a, which cannot be recorded (No space left on device)" in caplog.text
 
 
-@pytest.mark.parametrize("error", [None, JobCancelledError("no")])
-def test_a_job_that_ends_keeps_its_log_and_what_it_lists_and_nothing_else(
-    tmp_path: Path, error: GenerationError | None
+def test_a_disk_that_takes_no_new_end_loses_the_artifacts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Shelves(tmp_path)
-    directory = tmp_path / "jobs" / "a"
-    directory.mkdir()
-    job = Job("a", "a fox", CLIP, video_pb2.Plan(), directory)
-    for name in ("final.mp4", ".source.mp4", ".audio.f32", "refined.flac"):
-        (directory / name).write_bytes(b"x")
-    job.keep(types_pb2.Artifact(name="final.mp4", size_bytes=1, sha256="old"))
-    job.keep(types_pb2.Artifact(name="final.mp4", size_bytes=1))
-    assert [(artifact.sha256, artifact.relative_path) for artifact in job.artifacts] == [("", "jobs/a/final.mp4")]
-    assert list(job.to_proto().artifacts) == [], "not before it has ended"
-    job.end(error)
-    made.shelf.add(job)
-    assert made.left() == ["a/events.log", "a/final.mp4"]
-    assert [artifact.name for artifact in job.to_proto().artifacts] == ["final.mp4"]
+    made = Shelves(tmp_path, num_bytes=15)
+    made.end("a", clip=10)
+    write, failures = shelves.write_job_end, [True]
+
+    def write_when_there_is_room(directory: Path, end: Any) -> None:
+        if failures and (directory / "clip").exists():
+            raise failures.pop() and shelves.PhaseError("end.binpb of the job cannot be written: No space left")
+        write(directory, end)
+
+    monkeypatch.setattr(shelves, "write_job_end", write_when_there_is_room)
+    made.end("b", clip=10)
+    assert made.left() == {"a": set(), "b": {"clip"}}
+    assert [gone.name for gone in made.told("a").removed_artifacts] == ["clip"]
+
+
+def test_what_cannot_be_removed_is_left_to_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Shelves(tmp_path, num_jobs=1)
+    made.end("a", clip=1)
+
+    def refuse(*_: object) -> None:
+        raise shelves.PhaseError("the journal cannot be written: disk I/O error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelves, "remove", refuse)
+        made.end("b", clip=1)
+        made.shelf.tidy()
+    assert set(made.left()) == {"a", "b"}
+    assert "what is beyond the limits cannot be removed: the journal cannot be written" in caplog.text
+    made.shelf.tidy()
+    assert set(made.left()) == {"b"}
+
+
+def test_artifacts_whose_removal_was_cut_short_go(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_bytes=15)
+    made.end("a", clip=10)
+    end = read_job_end(made.jobs / "a")
+    assert end is not None
+    del end.job.artifacts[:]
+    shelves.write_job_end(made.jobs / "a", end)  # and the server was killed
+    made.end("b", clip=10)
+    assert made.left() == {"a": set(), "b": {"clip"}}
+    assert made.journal.artifact_bytes == 10
+    assert made.record() == [], "the server that was killed had recorded it"
