@@ -230,13 +230,13 @@ class Session {
   #gone({ status, message }) {
     this.close();
     session = null;
-    history.replaceState(null, "", location.pathname + location.search);
+    if (status === 404) history.replaceState(null, "", location.pathname + location.search);
     show("idle");
     $("progress").hidden = true;
     $("caption").textContent = "";
     form.setBusy(false);
     $("problem").textContent = status === 404 ? "The server does not know this clip any more." : message;
-    if (status === 401) askForKey(message).then(() => attach(this.jobId, this.#refineJobId));
+    if (status === 401) askForKey(message).then(followAddress);
   }
 
   #newPlayer() {
