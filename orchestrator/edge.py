@@ -142,10 +142,25 @@ class Edge:
     async def _refine(
         self, requests: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
     ) -> AsyncIterator[bytes]:
-        parts = (jobs_pb2.SubmitRefinementRequest(refinement=request) async for request in requests)
-        submission = self._jobs.SubmitRefinement(parts, metadata=_caller().metadata())
-        async for record in self._submitted(submission, context):
-            yield record
+        refusal: InvalidRequestError | None = None
+
+        async def parts() -> AsyncIterator[jobs_pb2.SubmitRefinementRequest]:
+            nonlocal refusal
+            try:
+                async for request in requests:
+                    yield jobs_pb2.SubmitRefinementRequest(refinement=request)
+            except InvalidRequestError as error:  # the core must not take what came before for the whole
+                refusal = error
+                submission.cancel()
+
+        submission = self._jobs.SubmitRefinement(parts(), metadata=_caller().metadata())
+        try:
+            async for record in self._submitted(submission, context):
+                yield record
+        except asyncio.CancelledError:
+            if refusal is None:
+                raise
+            raise refusal from None
 
     async def _submitted(self, submission: Any, context: Any) -> AsyncIterator[bytes]:
         """The events of a job that is being submitted.
