@@ -43,6 +43,8 @@ class Servers:
         """What the workers of the present server are told."""
         self.scheduler: Scheduler
         """The present server."""
+        self.hosts: list[FakeLaneHost] = []
+        """Its lanes' hosts."""
         self._directory = directory
         self._numbers = itertools.count()
         self._left: list[tuple[Scheduler, Script]] = []
@@ -59,11 +61,12 @@ class Servers:
         """One that has yet to start its lanes. until: tells its workers what to do."""
         self.script = Script()
         until(self.script)
-        lanes = []
+        lanes, self.hosts = [], []
         for _ in range(num_lanes):
             lane = self._directory / f"lane{next(self._numbers)}"
             lane.mkdir()
-            lanes.append(Lane(FakeLaneHost(lane, self.script)))
+            self.hosts.append(FakeLaneHost(lane, self.script))
+            lanes.append(Lane(self.hosts[-1]))
         options = {"max_queued_jobs": 2000, "kept_jobs": 8, **options}
         self.scheduler = Scheduler(lanes, self.data, **options)
         self.scheduler.open()
@@ -81,6 +84,11 @@ class Servers:
             for gate in script.gates.values():
                 gate.set()
             await scheduler.stop(0, asyncio.Event())
+
+    def open_gates(self) -> None:
+        """Lets the present server's workers go on, and all that come to these points later."""
+        for event in self.script.gates.values():
+            event.set()
 
     def submit(self, asked: records_pb2.JobRecord, caller: Caller = NOBODY) -> Job:
         job, _ = self.scheduler.submit(asked, request_digest=request_digest(asked), caller=caller)
