@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import importlib
 import logging
-import os
 import signal
 import sys
 
@@ -18,10 +17,11 @@ import torch
 from h3stream.errors import StartupError
 from h3stream.v1 import workers_pb2_grpc
 from services.common import logs
+from services.common.authentication import TokenInterceptor
 from services.common.config import WorkerConfig
 from services.common.listen import check_tcp_address
 from services.common.options import add_flags, parse_values, told
-from services.common.rpc import RpcServer, TokenInterceptor
+from services.common.rpc import RpcServer
 from services.common.token import TOKEN_VARIABLE
 from services.common.worker import ServedWorker, WorkerServicer
 
@@ -62,10 +62,10 @@ class WorkerProcess:
         await self._server.wait()
 
 
-def main(package: str, config_class: type[WorkerConfig]) -> None:
+def main(package: str, config_class: type[WorkerConfig], token: str) -> None:
     """`python -m services.NAME --model DIR --listen ADDRESS`: one worker without Ray, until SIGTERM or SIGINT.
 
-    What callers must send it finds in the environment.
+    token: what callers must send; empty: nothing.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"Serves {package} over gRPC.")
     parser.add_argument("--listen", default="127.0.0.1:0", help='"HOST:PORT" (0: any free port) or "unix:PATH"')
@@ -80,7 +80,6 @@ def main(package: str, config_class: type[WorkerConfig]) -> None:
     listen, insecure = arguments.pop("listen"), arguments.pop("insecure")
     given = {name: value for name, value in arguments.items() if value is not None}
     logs.setup(arguments["log_format"] or "text")
-    token = os.environ.pop(TOKEN_VARIABLE, "")  # no process that this one starts needs it
     try:
         if not listen.startswith("unix:"):
             check_tcp_address(listen, insecure=insecure or bool(token))

@@ -21,10 +21,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from h3stream.channel import MAX_MESSAGE_BYTES
-from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError, UnauthenticatedError
+from h3stream.errors import GenerationError, InvalidRequestError, PhaseError, StartupError
 from h3stream.status import DETAILS_KEY, to_status
+from services.common.authentication import TokenChannel
 from services.common.logs import REQUEST_ID_KEY, enter_job, enter_request
-from services.common.token import TokenChannel, carries
 
 log = logging.getLogger(__name__)
 
@@ -121,31 +121,6 @@ class ErrorInterceptor(aio.ServerInterceptor):
         )
 
 
-class TokenInterceptor(aio.ServerInterceptor):
-    """Lets nobody call without the token, except to ask for the health."""
-
-    def __init__(self, token: str) -> None:
-        """token: what callers must send."""
-        self._token = token
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The method's own handler, or one that refuses the call before anything of it is read."""
-        method = handler_call_details.method
-        if method.startswith(f"/{health.SERVICE_NAME}/") or carries(
-            handler_call_details.invocation_metadata, self._token
-        ):
-            return await continuation(handler_call_details)
-
-        async def refuse(requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await _abort(context, method, UnauthenticatedError("this server answers the processes of its own alone"))
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
-
-
 class RequestIdInterceptor(aio.ServerInterceptor):
     """Has the log tell which caller's call a call is about, as the process that asks says. Not for strangers' calls."""
 
@@ -226,12 +201,14 @@ class RpcServer(RpcEndpoint):
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
 
-    async def start(self, address: str, *, serving: bool = True) -> str:
+    async def start(
+        self, address: str, credentials: grpc.ServerCredentials | None = None, *, serving: bool = True
+    ) -> str:
         """As RpcEndpoint's.
 
         serving: what the health service answers from now on.
         """
-        address = await super().start(address)
+        address = await super().start(address, credentials)
         await self.set_serving(serving)
         return address
 

@@ -107,7 +107,9 @@ class TensorAssembler:
 
     def _announced(self, part: types_pb2.TensorPart) -> _Incoming:
         if part.name not in self._expected:
-            raise InvalidRequestError(f"tensor {part.name!r} is not expected; expected are {sorted(self._expected)}")
+            raise InvalidRequestError(
+                f"tensor {part.name[:40]!r} is not expected; expected are {sorted(self._expected)}"
+            )
         dtypes, expected_shape = self._expected[part.name]
         dtype = _FROM_WIRE.get(part.data_type)
         shape = tuple(part.shape)
@@ -116,7 +118,7 @@ class TensorAssembler:
         )
         if dtype is None or dtype not in dtypes or not fits:
             raise InvalidRequestError(
-                f"tensor {part.name!r} is {dtype} {list(shape)}, expected {' or '.join(map(str, dtypes))} "
+                f"tensor {part.name!r} is {dtype} {list(shape[:8])}, expected {' or '.join(map(str, dtypes))} "
                 f"[{', '.join(map(_told, expected_shape))}]"
             )
         return _Incoming(dtype, shape, bytearray())

@@ -30,10 +30,11 @@ from h3stream.errors import PhaseError, StartupError, UnsupportedError
 from h3stream.job import AdapterInfo, ModelPart
 from h3stream.request import ClipSpec
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
+from services.common.authentication import TokenInterceptor
 from services.common.ledger import ResidencyLedger
 from services.common.preview_map import PreviewMap
 from services.common.residency import DeviceWeights
-from services.common.rpc import RpcServer, TokenInterceptor
+from services.common.rpc import RpcServer
 from services.common.tensors import to_parts
 from services.common.verbs import VerbRunner
 from services.common.worker import ServedWorker, WorkerServicer

@@ -33,6 +33,7 @@ STOPS_AT = {
     "grpc": (
         "client/h3stream/*",
         "services/*/servicer.py",
+        "services/common/authentication.py",
         "services/common/rpc.py",
         "services/common/worker.py",
         "services/common/process.py",
@@ -57,6 +58,7 @@ STOPS_AT = {
 
 WITHOUT_TORCH = (
     "services/*/config.py",
+    "services/common/authentication.py",
     "services/checkpoints/*",
     "services/common/device.py",
     "services/common/files.py",
@@ -66,6 +68,7 @@ WITHOUT_TORCH = (
     "services/common/options.py",
     "services/common/refusal.py",
     "services/common/rpc.py",
+    "services/common/token.py",
     "services/vae/media/*",
     "services/vae/artifacts/*",
 )

@@ -16,8 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from h3stream.errors import ConfigError, UnauthenticatedError
 from h3stream.status import from_rpc_error
 from h3stream.v1 import workers_pb2, workers_pb2_grpc
+from services.common.authentication import TokenInterceptor
 from services.common.config import WorkerConfig
-from services.common.rpc import RpcServer, TokenInterceptor, connect
+from services.common.rpc import RpcServer, connect
 from services.common.token import carries
 
 TOKEN = "a-token_of/16~to+256.signs="
