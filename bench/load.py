@@ -307,6 +307,7 @@ def main() -> None:
     flags = parser.parse_args()
     clip = dataclasses.replace(read_model_info(flags.model).default_clip, num_frames=flags.frames)
     report = Report()
+    loads = [os.getloadavg()[0]]
     with serving(flags.model, clip, flags.jobs) as service:
         audience = Audience(service.address, flags.sdk, flags.node)
         for _ in service.make():  # so that nothing below pays for first calls
@@ -318,19 +319,24 @@ def main() -> None:
         queue(service, flags.jobs, report)
         audience.close()
         after = service.rss()
-        report.section("Memory over the whole run")
+        loads.append(os.getloadavg()[0])
+        report.section("Memory over the whole run", "Before: new processes that have served one job to one reader.")
         report.row("core, after / before", f"{after['core'] / before['core']:.2f}")
         report.row("edge, after / before", f"{after['edge'] / before['edge']:.2f}")
     if flags.report is not None:
-        flags.report.write_text(document(report, clip))
+        flags.report.write_text(document(report, clip, loads))
 
 
-def document(report: Report, clip: ClipSpec) -> str:
-    """The report as a page with its conditions."""
+def document(report: Report, clip: ClipSpec, loads: list[float]) -> str:
+    """The report as a page with its conditions.
+
+    loads: of the machine, before the run and at its end.
+    """
     conditions = (
         f"One run of `python -m bench.load` on {datetime.now(UTC):%Y-%m-%d}: {os.cpu_count()} shared cores, "
         f"{platform.machine()}, no GPU, Python {platform.python_version()}. The server, its workers and all viewers "
-        f"share the cores. The clip has {clip.num_frames} frames of {clip.width}x{clip.height}, {clip.steps} steps, of "
+        f"share the cores, with other work beside them (load average {loads[0]:.0f} before, {loads[-1]:.0f} at the end). "
+        f"The clip has {clip.num_frames} frames of {clip.width}x{clip.height}, {clip.steps} steps, of "
         "a tiny model: what is counted and compared here is the service around the model, not the model."
     )
     return "\n".join(("# The service under load", "", conditions, *report.lines, ""))
