@@ -5,31 +5,25 @@ A file is on the disk before its chunk is decoded or committed. Nothing here loo
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
 from h3stream.errors import PhaseError
 from h3stream.v1 import types_pb2, workers_pb2
+from orchestrator.sealed import read_sealed, write_sealed
 from orchestrator.worker_clients import TensorParts
-from services.common.files import fsync_directory, write_whole
-
-log = logging.getLogger(__name__)
+from services.common.files import fsync_directory
 
 CHUNKS_NAME = ".chunks"
 """The folder in a job's directory."""
 OPENED_NAME = "opened.binpb"
 """What the DiT worker said of the session, beside the chunks."""
 _LENGTH_BYTES = 4
-_DIGEST_BYTES = 32
 
 
 class ChunkStore:
-    """Finished chunks by their index. A file holds the SHA-256 of what follows, then the parts, each behind its length
-    (four bytes, little-endian)."""
+    """Finished chunks by their index. A file is sealed and holds the parts, each behind its length (four bytes,
+    little-endian)."""
 
     def __init__(self, job_directory: Path) -> None:
         """job_directory: exists; the folder in it is made with the first chunk."""
@@ -40,22 +34,12 @@ class ChunkStore:
         """Writes the latents of a chunk and synchronises them. Raises PhaseError if they cannot be written."""
         records = [part.SerializeToString() for part in parts]
         body = b"".join(len(record).to_bytes(_LENGTH_BYTES, "little") + record for record in records)
-        self._write(self.path(index), hashlib.sha256(body).digest() + body)
+        self._write(self.path(index), body)
 
     def get(self, index: int) -> TensorParts | None:
-        """The latents of a chunk; None if they are not there, or not as they were written, which is logged."""
-        path = self.path(index)
-        try:
-            data = path.read_bytes()
-            digest, body = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if hashlib.sha256(body).digest() != digest:
-                raise ValueError("it is not as it was written")
-            return tuple(_parts(body))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, DecodeError) as error:
-            log.warning("the latents in %s are of no use: %s; the chunk is sampled again", path, error)
-            return None
+        """The latents of a chunk; None if they are not there, or not as they were written."""
+        body = read_sealed(self.path(index))
+        return None if body is None else tuple(_parts(body))
 
     def path(self, index: int) -> Path:
         """The file of a chunk."""
@@ -74,19 +58,17 @@ class ChunkStore:
         self._write(self.directory / OPENED_NAME, opened.SerializeToString())
 
     def opened(self) -> workers_pb2.DitServiceOpenSessionResponse:
-        """What was written down; empty if nothing can be read."""
-        try:
-            return workers_pb2.DitServiceOpenSessionResponse.FromString((self.directory / OPENED_NAME).read_bytes())
-        except (OSError, DecodeError):
-            return workers_pb2.DitServiceOpenSessionResponse()
+        """What was written down; empty if nothing was."""
+        body = read_sealed(self.directory / OPENED_NAME)
+        return workers_pb2.DitServiceOpenSessionResponse.FromString(body or b"")
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, path: Path, body: bytes) -> None:
         try:
             if not self.directory.exists():
                 self.directory.parent.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
                 self.directory.mkdir(mode=0o700)
                 fsync_directory(self.directory.parent)
-            write_whole(path, data)
+            write_sealed(path, body)
         except OSError as error:
             raise PhaseError(f"the latents of finished chunks cannot be stored: {error.strerror}") from error
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-from google.protobuf.message import DecodeError
-
 from h3stream.errors import PhaseError
 from h3stream.v1 import video_pb2
 from orchestrator.job import Job
-from services.common.files import write_whole
-
-log = logging.getLogger(__name__)
+from orchestrator.sealed import read_sealed, write_sealed
 
 CLIP_NAME = ".clip.binpb"
 """What the job would say if it ended with the clip, in its directory."""
@@ -20,20 +14,17 @@ CLIP_NAME = ".clip.binpb"
 def write_clip(job: Job, completed: video_pb2.Completed) -> None:
     """Writes down that the clip is whole. Raises PhaseError if it cannot be written."""
     try:
-        write_whole(job.directory / CLIP_NAME, completed.SerializeToString())
+        write_sealed(job.directory / CLIP_NAME, completed.SerializeToString())
     except OSError as error:
         raise PhaseError(f"what the clip is cannot be written down: {error.strerror}") from error
 
 
 def read_clip(job: Job) -> video_pb2.Completed | None:
-    """What was written down, and lists the clip's artifacts again; None if there is nothing, or the files are gone."""
-    try:
-        completed = video_pb2.Completed.FromString((job.directory / CLIP_NAME).read_bytes())
-    except FileNotFoundError:
+    """What was written down, and lists the clip's artifacts again; None if nothing was, or it is damaged."""
+    body = read_sealed(job.directory / CLIP_NAME)
+    if body is None:
         return None
-    except (OSError, DecodeError) as error:
-        log.warning("what was written down of the clip of job %s is of no use: %s", job.job_id, error)
-        return None
+    completed = video_pb2.Completed.FromString(body)
     for artifact in completed.artifacts:
         job.keep(artifact)
     return completed

@@ -76,7 +76,7 @@ class Lane:
 
     def last_descriptions(self) -> list[workers_pb2.DescribeResponse]:
         """What each worker said last."""
-        return [self._described[worker] for worker in self._clients]
+        return [self._described[worker] for worker in Worker if worker in self._described]
 
     async def is_alive(self) -> bool:
         """Whether every worker answers."""

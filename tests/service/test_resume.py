@@ -417,7 +417,7 @@ async def test_a_full_disk_ends_the_job_and_no_other(bench: Bench, monkeypatch: 
 
     job = bench.job()
     with monkeypatch.context() as patch:
-        patch.setattr("orchestrator.chunk_store.write_whole", refuse)
+        patch.setattr("orchestrator.sealed.write_whole", refuse)
         with pytest.raises(
             PhaseError, match=r"^the latents of finished chunks cannot be stored: No space left on device$"
         ):
