@@ -335,8 +335,8 @@ def document(report: Report, clip: ClipSpec, loads: list[float]) -> str:
     conditions = (
         f"One run of `python -m bench.load` on {datetime.now(UTC):%Y-%m-%d}: {os.cpu_count()} shared cores, "
         f"{platform.machine()}, no GPU, Python {platform.python_version()}. The server, its workers and all viewers "
-        f"share the cores, with other work beside them (load average {loads[0]:.0f} before, {loads[-1]:.0f} at the end). "
-        f"The clip has {clip.num_frames} frames of {clip.width}x{clip.height}, {clip.steps} steps, of "
+        f"share the cores, with other work beside them (load average {loads[0]:.0f} before, {loads[-1]:.0f} at the "
+        f"end). The clip has {clip.num_frames} frames of {clip.width}x{clip.height}, {clip.steps} steps, of "
         "a tiny model: what is counted and compared here is the service around the model, not the model."
     )
     return "\n".join(("# The service under load", "", conditions, *report.lines, ""))

@@ -50,6 +50,8 @@ def check_storage(data: Path) -> Iterator[Finding]:
         yield _check_parent(data)
         return
     yield check_writing(data)
+    if not os.access(data, os.R_OK | os.W_OK | os.X_OK):  # another user's: nothing in it can be looked at
+        return
     yield check_version(data)
     yield check_journal(data)
     yield check_leftovers(data)

@@ -79,6 +79,16 @@ def test_a_directory_that_others_can_look_into_is_told(data: Path) -> None:
     assert storage.check_writing(data).remedy == f"`chmod 700 {data}`"
 
 
+def test_nothing_is_looked_at_in_another_users_directory(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Finding:
+        raise PermissionError
+
+    # In place of a second user: root, who may run the tests, may look everywhere.
+    monkeypatch.setattr(storage.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(storage, "check_version", refuse)
+    assert list(levels(data)) == ["disk", "file system", "writing"]
+
+
 def test_versions_are_told_apart(data: Path) -> None:
     (data / VERSION_NAME).write_text("9\n")
     newer = storage.check_version(data)
