@@ -163,6 +163,8 @@ def _load(directory: Path, row: JobRow) -> tuple[records_pb2.JobRecord, records_
     if record is not None and end is not None:
         return record, end, _History(row.created_s)
     history = _read_history(directory / LOG_NAME)
+    if not (directory / RECORD_NAME).exists():
+        damage_of_record = ""  # an older server made none
     damage = damage_of_record or damage_of_end
     if record is not None and not damage and row.ended_s is None and history.completed is None:
         return record, None, history
