@@ -17,6 +17,8 @@ from pathlib import Path
 from h3stream.errors import StartupError
 
 PROC = Path("/proc")
+EDGE = b"orchestrator.edge"
+"""Program of the edge, whose output is the server's own."""
 END_TIMEOUT_S = 30.0
 """How long killed processes may take to be gone: one that holds much device memory takes seconds."""
 
@@ -57,8 +59,8 @@ class ProcessIdentity:
 def end_users_of(runtime: Path) -> list[int]:
     """Kills what still works in the runtime directory of a server that is dead; returns the processes' numbers.
 
-    Those are what writes its output into a file below the directory, as everything of Ray's does, and what was started
-    to serve in front of a socket in it. Somebody who only looks at a file there is left alone.
+    Those are what writes its output into a file below the directory, as everything of Ray's does, and the edge in
+    front of a socket in it. Somebody who only looks at a file there, or calls, is left alone.
     Raises StartupError if one of them does not end.
     """
     ended: list[int] = []

@@ -39,18 +39,18 @@ def test_what_works_in_the_directory_ends_and_what_only_looks_there_does_not(
     with (runtime / "log").open("w") as log, (other / "log").open("w") as other_log:
         writes_there = start(stdout=log.fileno())
         complains_there = start(stderr=log.fileno())
-        stands_before = start(f"unix:{runtime}/core.sock")
+        stands_before = start("orchestrator.edge", "--core", f"unix:{runtime}/core.sock")
+        calls_there = start("--server", f"unix:{runtime}/core.sock")
         writes_elsewhere = start(stdout=other_log.fileno())
         reads_there = start(f"{runtime}/log")
-    processes += [writes_there, complains_there, stands_before, writes_elsewhere, reads_there]
-    for process in (complains_there, stands_before, reads_there):
+    processes += [writes_there, complains_there, stands_before, calls_there, writes_elsewhere, reads_there]
+    for process in (complains_there, stands_before, calls_there, reads_there):
         assert process.stdout is not None
         process.stdout.readline()
     ended = end_users_of(runtime)
     assert sorted(ended) == sorted(process.pid for process in (writes_there, complains_there, stands_before))
     assert [process.wait(10) for process in (writes_there, complains_there, stands_before)] == [-9, -9, -9]
-    assert writes_elsewhere.poll() is None
-    assert reads_there.poll() is None
+    assert [process.poll() for process in (calls_there, writes_elsewhere, reads_there)] == [None, None, None]
     assert end_users_of(runtime) == []
 
 
