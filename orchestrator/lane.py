@@ -102,7 +102,7 @@ class Lane:
         returns who was gone.
 
         One whose call broke counts as gone also if it answers again: what it is in the middle of, nobody knows. Where
-        one cannot be replaced by itself, all are. Raises StartupError.
+        one cannot be replaced by itself, all are. Raises StartupError; it can then be tried again.
         """
         answers = await asyncio.gather(*map(self._describe, self._clients.values()), return_exceptions=True)
         lost = [
@@ -110,17 +110,19 @@ class Lane:
             for client, answer in zip(self._clients.values(), answers, strict=True)
             if client.is_lost or answer is not None
         ]
-        try:
-            for worker in lost:
-                await self._clients[worker].close()
-                self._connect(worker, await self._host.restart(worker))
-                self.device.forget(worker)
-            await self.describe()
-        except (StartupError, GenerationError) as error:
-            log.warning("a worker cannot be replaced by itself: %s; the lane is restarted", error)
-            await self.restart()
-            return list(self._clients)
-        return lost
+        if self._clients:  # else the lane has been stopped, and not started again
+            try:
+                for worker in lost:
+                    address, gone = await self._host.restart(worker), self._clients[worker]
+                    self._connect(worker, address)
+                    self.device.forget(worker)
+                    await gone.close()
+                await self.describe()
+                return lost
+            except Exception as error:  # whatever Ray says
+                log.warning("a worker cannot be replaced by itself: %s; the lane is restarted", error)
+        await self.restart()
+        return list(self._clients)
 
     async def restart(self) -> None:
         """Replaces the workers by fresh ones. Raises StartupError."""

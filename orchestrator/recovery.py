@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from core.phases import Worker
-from h3stream.errors import StartupError, WorkerLostError
+from h3stream.errors import WorkerLostError
 from orchestrator.clip_record import has_clip
 from orchestrator.job import Job
 from orchestrator.lane import Lane
@@ -15,6 +16,8 @@ from orchestrator.session import give_up_refinement, run_session
 
 log = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 5.0
+"""Between two tries to bring a lane back, which may have to wait for its GPU to be free again."""
 MAX_LOSSES = 3
 """Losses in a row, without a new chunk, fragment or step of the refinement between them, that end a job: what kills a
 worker at the same place each time is the job itself."""
@@ -34,24 +37,27 @@ async def run_job(job: Job, lane: Lane) -> None:
             return
         except WorkerLostError as error:
             num_losses = min(num_losses, job.num_vain_resumes) + 1  # those before the last step forward do not count
-            if num_losses < MAX_LOSSES and await _recovers(job, lane):
-                continue
-            if not has_clip(job):
+            if num_losses < MAX_LOSSES:
+                await _recover(job, lane)
+            elif has_clip(job):
+                await give_up_refinement(job, lane, error)
+                return
+            else:
                 raise
-            await give_up_refinement(job, lane, error)
-            return
 
 
-async def _recovers(job: Job, lane: Lane) -> bool:
-    """Replaces the workers that are gone and says so; False if they cannot be replaced."""
+async def _recover(job: Job, lane: Lane) -> None:
+    """Replaces the workers that are gone, trying until it works, and says so."""
     where = f"phase {job.phase.value}" + (f" of chunk {job.chunk_index}" if job.chunk_index >= 0 else "")
-    try:
-        lost = await lane.recover()
-    except StartupError as error:
-        log.warning("job %s cannot go on: %s", job.job_id, error)
-        return False
-    job.resume(f"{_told(lost)} lost in {where}; the job goes on from its last finished chunk")
-    return True
+    while True:
+        try:
+            lost = await lane.recover()
+        except Exception:  # whatever Ray says: the job can go on as soon as its lane is back
+            log.exception("the lane of job %s could not be restarted; trying again", job.job_id)
+            await asyncio.sleep(RETRY_AFTER_S)
+        else:
+            job.resume(f"{_told(lost)} lost in {where}; the job goes on from its last finished chunk")
+            return
 
 
 def _told(lost: Sequence[Worker]) -> str:

@@ -320,11 +320,24 @@ async def test_a_worker_that_cannot_be_replaced_by_itself_is_replaced_with_the_o
     assert (bench.host.num_starts, bench.host.restarts) == (2, [])
 
 
-async def test_a_lane_that_cannot_start_at_all_ends_its_job(bench: Bench) -> None:
+async def test_a_job_waits_for_a_lane_that_cannot_start_at_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = await bench.run(bench.job())
+    monkeypatch.setattr("orchestrator.recovery.RETRY_AFTER_S", 0.01)
+    bench.script.deaths.add("decode:2")
+    bench.host.refusals += [StartupError(f"there is no room, {attempt}") for attempt in range(4)]
+    (await bench.run(bench.job())).check(undisturbed)
+    assert bench.host.num_starts == 2
+
+
+async def test_a_job_that_waits_for_its_lane_can_be_cancelled(bench: Bench) -> None:
     bench.script.deaths.add("decode:2")
     bench.host.refusals += [StartupError("there is no room"), StartupError("nor now")]
-    with pytest.raises(WorkerLostError, match="the vae worker is gone"):
-        await bench.run(bench.job())
+    running = asyncio.create_task(bench.run(bench.job()))
+    while bench.host.refusals:
+        await asyncio.sleep(0.005)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
     assert (await bench.run(bench.job())).events[-1].HasField("completed")
 
 

@@ -69,3 +69,17 @@ async def test_a_worker_that_failed_to_enter_is_made_to_leave() -> None:
         await device.grant(Worker.DIT)
     await device.grant(Worker.VAE)
     assert log == ["dit enters", "dit leaves", "vae enters"]
+
+
+@pytest.mark.parametrize("gone", [Worker.DIT, Worker.VAE])
+async def test_a_holder_that_died_stands_in_nobody_s_way(gone: Worker) -> None:
+    log: list[str] = []
+    workers = {Worker.DIT: Holder("dit", log), Worker.VAE: Holder("vae", log)}
+    device = PhaseSequencer(workers)
+    await device.grant(Worker.DIT)
+    workers[gone] = Holder("another", log)
+    device.forget(gone)
+    await device.grant(Worker.VAE)
+    assert log == (
+        ["dit enters", "vae enters"] if gone is Worker.DIT else ["dit enters", "dit leaves", "another enters"]
+    )
