@@ -128,20 +128,19 @@ async def test_a_directory_that_somebody_removes_costs_a_job_its_artifacts_and_n
         await finish(client)
 
 
-async def test_a_killed_worker_fails_its_job_and_a_frozen_one_costs_none(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_killed_worker_and_a_frozen_one_cost_no_job(tiny_model: Path, tmp_path: Path) -> None:
     server = start_server(tiny_model, tmp_path)
     try:
         async with AsyncClient(server.address) as client:
             before = await finish(client)
             workers = children(server.process.pid)
             assert set(workers) == {"text_encoder", "dit", "vae"}
-            stream = client.generate("a fox in the snow", num_frames=39, width=64, height=64, steps=100)
+            stream = client.generate("a fox in the snow", num_frames=22, width=64, height=64, steps=30)
             await until_step(stream, 2)
             os.kill(workers["dit"], signal.SIGKILL)
-            with pytest.raises(WorkerLostError) as lost:
-                await until_step(stream, 100)
-            assert (lost.value.phase, lost.value.chunk_index) == ("denoise", 0)
-            assert (await client.job(stream.job_id)).state == "failed"
+            assert [event async for event in stream][-1].job_id == stream.job_id
+            job = await client.job(stream.job_id)
+            assert (job.state, job.num_resumes) == ("succeeded", 1)
             after = await finish(client)
             os.kill(children(server.process.pid)["vae"], signal.SIGSTOP)  # while the lane is idle
             later = await finish(client)
