@@ -145,7 +145,8 @@ class JobLog:
                 whole_bytes = self._ends[-1] if self._ends else 0
                 if os.fstat(fd).st_size > whole_bytes:
                     os.ftruncate(fd, whole_bytes)
-                os.fsync(fd)  # what the earlier process had no need to put on the disk is told again
+                if len(self._ends) > 1:  # the first event of a job is on the disk before there is the job
+                    os.fsync(fd)  # what the earlier process had no need to put there will be told again
         except OSError as error:
             raise _unreadable(error) from error
 

@@ -74,8 +74,8 @@ class JobStore:
         return self.live()
 
     def live(self) -> list[Job]:
-        """The jobs that have not ended."""
-        return [job for job in self._jobs.values() if not job.ended.is_set()]
+        """The jobs that are this server's to bring to their end."""
+        return [job for job in self._jobs.values() if not job.left.is_set()]
 
     def close(self) -> None:
         """Closes the journal."""

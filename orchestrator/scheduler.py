@@ -273,18 +273,21 @@ class Scheduler:
         while True:
             job = await self._next(lane)
             with job_context(job.job_id):
-                session = asyncio.create_task(run_job(job, lane))
-            self._running[job] = session
-            await asyncio.wait([session])
-            # The lane is free again before the job is said to have ended, whatever happened in the session. Where it
-            # cannot be freed the workers are replaced, which takes long: the job's readers are told first.
-            is_clear = await _clear(lane, job)
-            del self._running[job]
-            self._settle(job, session)
-            if not is_clear:
-                await _restart(lane)
-                if job.ended.is_set():
-                    self._store.sweep(job)  # what workers that were not cleared left while they lived
+                await self._run(job, lane)
+
+    async def _run(self, job: Job, lane: Lane) -> None:
+        """A job on a lane, which is free for the next one afterwards."""
+        self._running[job] = session = asyncio.create_task(run_job(job, lane))
+        await asyncio.wait([session])
+        # The lane is free again before the job is said to have ended, whatever happened in the session. Where it cannot
+        # be freed the workers are replaced, which takes long: the job's readers are told first.
+        is_clear = await _clear(lane, job)
+        del self._running[job]
+        self._settle(job, session)
+        if not is_clear:
+            await _restart(lane)
+            if job.ended.is_set():
+                self._store.sweep(job)  # what workers that were not cleared left while they lived
 
     async def _next(self, lane: Lane) -> Job:
         """The next job for a lane, which is on it from now on."""

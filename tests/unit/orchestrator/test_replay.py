@@ -111,8 +111,8 @@ async def test_memory_does_not_grow_with_what_is_logged_or_with_stalled_readers(
 async def test_a_removed_log_can_still_be_read_by_who_reads_it(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.append(event(0))
-    job.path.unlink()
     job.append(event(1))
+    job.path.unlink()
     job.replay.end(None)
     assert await seqs(job.replay.read()) == [0, 1]
 
