@@ -169,6 +169,10 @@ async def test_other_tenants_jobs_are_unknown_in_every_call_running_or_ended(key
                     "0" * len(job_id), job_id
                 ), f"{name}: a job of others looks like none"
             assert (await call(owl, "ListJobs"))[0].jobs == []
+            everybodys = owl.ListJobs(video_pb2.ListJobsRequest(all_tenants=True))
+            assert await everybodys.code() == grpc.StatusCode.PERMISSION_DENIED
+            branch = video_pb2.GenerateRequest(branch=video_pb2.Branch(job_id=job_id, from_chunk=1))
+            assert await owl.Generate(branch).code() == grpc.StatusCode.NOT_FOUND
             assert isinstance(await refusal(eye, "CancelJob", job_id), PermissionDeniedError | JobNotFoundError)
             assert (await call(eye, "GetJob", job_id))[0].job.job_id == job_id
             gate.set()
@@ -180,6 +184,26 @@ async def test_other_tenants_jobs_are_unknown_in_every_call_running_or_ended(key
     async with keyed.caller(texts["root"]) as root:
         await call(root, "DeleteJob", job_id)
         assert isinstance(await refusal(root, "GetJob", job_id), JobNotFoundError)
+
+
+async def test_the_same_idempotency_key_of_two_tenants_names_two_jobs(keyed: Keyed) -> None:
+    texts = keyed.keys.texts
+    async with keyed.caller(texts["fox"]) as fox, keyed.caller(texts["owl"]) as owl:
+        streams = [await begin(stub, idempotency_key="once") for stub in (fox, fox, owl)]
+        job_ids = [job_id for _, job_id in streams]
+        assert job_ids[0] == job_ids[1] != job_ids[2]
+        for stream, _ in streams:
+            assert [response async for response in stream][-1].event.HasField("completed")
+
+
+async def test_reflection_is_for_holders_of_keys(keyed: Keyed) -> None:
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with connect(keyed.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        metadata = (("authorization", f"Bearer {keyed.keys.texts['look']}"),)
+        answer = await anext(aiter(stub.ServerReflectionInfo(iter([asked]), metadata=metadata)))
+        assert "h3stream.v1.VideoService" in {service.name for service in answer.list_services_response.service}
+        assert isinstance(await end_of(stub.ServerReflectionInfo(iter([asked]))), UnauthenticatedError)
 
 
 async def test_callers_cannot_say_who_they_are_by_themselves(keyed: Keyed) -> None:
