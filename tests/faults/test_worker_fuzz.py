@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +23,7 @@ from h3stream.v1 import status_pb2, types_pb2, workers_pb2
 from tests.faults.messages import INT32, INT64, TEXT, messages
 from tests.faults.worker_processes import (
     DENSE,
+    TOKEN,
     WorkerAtWork,
     decoded_clip,
     decoding,
@@ -99,6 +102,7 @@ def attacked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         log = worker.log.read_text()
         assert "Traceback" not in log
         assert "internal error" not in log
+        assert TOKEN not in log
 
 
 def check_answer(worker: WorkerAtWork, method: str, requests: Any) -> grpc.RpcError | None:
@@ -361,6 +365,12 @@ def test_nobody_without_the_token_is_answered(attacked: Attacked, worker: str) -
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/h3stream.v1.WorkerService/{method}")(b"", timeout=60)
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_no_command_line_shows_the_token_and_no_other_user_reaches_the_socket(attacked: Attacked, worker: str) -> None:
+    assert TOKEN not in " ".join(psutil.Process(attacked[worker].process.pid).cmdline())
+    assert stat.S_IMODE(Path(attacked[worker].address.removeprefix("unix:")).stat().st_mode) == 0o600
 
 
 def test_the_same_clips_are_made_in_between(attacked: Attacked) -> None:
