@@ -13,6 +13,7 @@ from core.phases import Worker
 from h3stream.errors import ModelLoadingError, ServerStoppingError
 from h3stream.status import from_rpc_error
 from h3stream.v1 import video_pb2, video_pb2_grpc
+from orchestrator import scheduler as scheduler_module
 from orchestrator.config import Settings
 from orchestrator.job import Job
 from orchestrator.scheduler import MAX_VAIN_RESUMES
@@ -200,3 +201,29 @@ async def test_a_caller_hears_that_the_server_stops_and_its_job_goes_on_without_
     again = [servers.job(job_id) for job_id in job_ids]
     await ended(*again)
     assert [job.state for job in again] == [video_pb2.JOB_STATE_SUCCEEDED] * 2
+
+
+async def test_a_viewer_that_has_yet_to_notice_holds_up_no_other_job(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.005)
+    monkeypatch.setattr(scheduler_module, "HEARTBEAT_S", 0.0)  # every tick has something to say to whoever listens
+    await servers.start(until=gate("sample:1.1"))
+    running, waiting = servers.submit(record()), servers.submit(record("a bear"))
+    await servers.reached("sample:1.1")
+    stalled = waiting.log.follow()
+    await anext(stalled)
+    stopping = asyncio.create_task(servers.scheduler.stop(20, asyncio.Event()))
+    await asyncio.sleep(0)
+    num_written = len(waiting.log)
+    follower = running.log.follow()
+    num_events = await anext(follower)
+    while await anext(follower) < num_events + 5:
+        pass
+    servers.open_gates()
+    await stopping
+    assert running.state == video_pb2.JOB_STATE_SUCCEEDED
+    error = await follow(waiting)
+    assert isinstance(error, ServerStoppingError)
+    assert len(waiting.log) == num_written, "its log is the next server's"
+    await stalled.aclose()
