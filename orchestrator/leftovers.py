@@ -95,14 +95,12 @@ def _is_user(process: Path, runtime: str) -> bool:
     """Whether a process works in the directory; one that has ended has nothing open any more."""
     try:
         arguments = (process / "cmdline").read_bytes().split(b"\0")
-        outputs = [
-            os.readlink(process / "fd" / number) for number in ("1", "2") if (process / "fd" / number).is_symlink()
-        ]
+        if EDGE in arguments and any(argument.startswith(f"unix:{runtime}/".encode()) for argument in arguments):
+            return True
+        outputs = {"1", "2"}.intersection(os.listdir(process / "fd"))
+        return any(os.readlink(process / "fd" / number).startswith(f"{runtime}/") for number in outputs)
     except OSError:
         return False
-    return any(argument.startswith(f"unix:{runtime}/".encode()) for argument in arguments) or any(
-        output.startswith(f"{runtime}/") for output in outputs
-    )
 
 
 def _is_zombie(pid: int) -> bool:
