@@ -7,11 +7,10 @@ import heapq
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from core.fair_queue import FairQueue
 from h3stream.errors import (
     DeadlineError,
     GenerationError,
@@ -38,6 +37,7 @@ from orchestrator.lane import Lane
 from orchestrator.recovery import run_job
 from orchestrator.shelf import Limits
 from orchestrator.tenants import NoLimits, TenantPolicy, check_limits, may_run_another
+from orchestrator.waiting_jobs import WaitingJobs
 from services.common.logs import job_context
 
 __all__ = ["INCOMING", "RETRY_AFTER_S", "Scheduler"]
@@ -78,9 +78,7 @@ class Scheduler:
         self._clock = clock
         limits = Limits(kept_jobs, kept_age_s, kept_bytes)
         self._store = JobStore(data_directory, limits, clock=clock, wall_clock=wall_clock)
-        self._interrupted: deque[Job] = deque()  # on a lane of the server before: first of all
-        self._queue: FairQueue[Job] = FairQueue()
-        self._has_positions = True  # whether each waiting job knows how many are ahead of it
+        self._waiting = WaitingJobs(self.tenants.weight)
         self._has_jobs = asyncio.Event()
         self._running: dict[Job, asyncio.Task[None]] = {}
         self._ends_with: dict[Job, GenerationError] = {}  # running jobs that are to end, and why
@@ -98,8 +96,8 @@ class Scheduler:
         """Takes up the jobs of the data directory, so that they can be asked for. Raises StartupError."""
         for job in self._store.open():
             self._take_in(job)
-        if self._interrupted or self._queue:
-            log.info("%d jobs of the server before go on", len(self._interrupted) + len(self._queue))
+        if self._waiting:
+            log.info("%d jobs of the server before go on", len(self._waiting))
 
     async def start(self) -> None:
         """Starts the lanes and takes jobs once they are up. To be called after `open`. Raises StartupError."""
@@ -114,10 +112,9 @@ class Scheduler:
         """Raises OverloadedError if the queue is full, NotReadyError if jobs are not taken now."""
         if self._refusal is not None:
             raise self._refusal
-        num_waiting = len(self._queue) + len(self._interrupted)
-        if num_waiting - self._num_idle_lanes >= self._max_queued_jobs:
+        if len(self._waiting) - self._num_idle_lanes >= self._max_queued_jobs:
             raise OverloadedError(
-                f"{num_waiting} jobs are waiting, which is the most this server lets wait; try again later",
+                f"{len(self._waiting)} jobs are waiting, which is the most this server lets wait; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -198,7 +195,7 @@ class Scheduler:
         """What a tenant has now."""
         return TenantUsage(
             num_running_jobs=self._num_running(tenant),
-            num_queued_jobs=self._queue.num_of(tenant) + sum(job.tenant == tenant for job in self._interrupted),
+            num_queued_jobs=self._waiting.num_of(tenant),
             num_pending_frames=self._pending_frames[tenant],
             num_stored_bytes=self._store.stored_bytes(tenant),
         )
@@ -208,7 +205,7 @@ class Scheduler:
 
         Nothing changes for jobs that have ended or are left to the next server, and by second requests.
         """
-        if self._stop_waiting(job):
+        if self._waiting.remove(job):
             self._end(job, JobCancelledError("the job was cancelled while it waited", job_id=job.job_id))
         else:
             self._end_running(job, JobCancelledError("the job was cancelled"))
@@ -217,9 +214,8 @@ class Scheduler:
         """Takes no more jobs, lets running ones go on until `drain_s` seconds have passed or `hurry` is set, leaves the
         others to the next server, and stops the lanes."""
         self._refusal = ServerStoppingError(STOPPING)
-        for job in self._waiting():
+        for job in self._waiting.clear():
             job.suspend()
-        self._interrupted, self._queue = deque(), FairQueue()
         running = list(self._running)
         drained = asyncio.create_task(_all_left(running))
         hurried = asyncio.create_task(hurry.wait())
@@ -241,29 +237,12 @@ class Scheduler:
 
     def _take_in(self, job: Job) -> None:
         """Lets a job wait for a lane."""
-        if job.state == video_pb2.JOB_STATE_RUNNING:
-            self._interrupted.append(job)
-        else:
-            weight = self.tenants.weight(job.tenant)
-            self._queue.push(job, tenant=job.tenant, priority=job.priority, cost=_cost(job), weight=weight)
+        self._waiting.add(job)
         self._pending_frames[job.tenant] += job.clip.num_frames
         if job.deadline_s is not None:
             due_s = self._clock() + job.deadline_s - job.elapsed_s
             heapq.heappush(self._deadlines, (due_s, next(self._numbers), job))
-        self._has_positions = False
         self._has_jobs.set()
-
-    def _stop_waiting(self, job: Job) -> bool:
-        """Takes a job out of those that wait; False if it is none of them."""
-        self._has_positions = False
-        if job in self._interrupted:
-            self._interrupted.remove(job)
-            return True
-        return self._queue.remove(job)
-
-    def _waiting(self) -> list[Job]:
-        """The jobs that wait, in the order in which they are to run."""
-        return [*self._interrupted, *(job for job, _ in self._queue.positions())]
 
     def _num_running(self, tenant: str) -> int:
         return sum(job.tenant == tenant for job in self._running)
@@ -293,7 +272,7 @@ class Scheduler:
         """The next job for a lane, which is on it from now on."""
         while True:
             self._num_idle_lanes += 1
-            while not self._interrupted and not self._queue:
+            while not self._waiting:
                 self._has_jobs.clear()
                 await self._has_jobs.wait()
             self._num_idle_lanes -= 1
@@ -310,10 +289,7 @@ class Scheduler:
 
     def _pop(self) -> Job | None:
         """The next job that may run; None: there is none before `_has_jobs` is set."""
-        self._has_positions = False
-        if self._interrupted:
-            return self._interrupted.popleft()
-        job = self._queue.pop(lambda tenant: may_run_another(self.tenants, tenant, self._num_running(tenant)))
+        job = self._waiting.pop(lambda tenant: may_run_another(self.tenants, tenant, self._num_running(tenant)))
         if job is None:
             self._has_jobs.clear()
         return job
@@ -364,19 +340,14 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             *_, job = heapq.heappop(self._deadlines)
             message = f"the job has not ended within the {job.deadline_s:g} s that its request allows"
-            if self._stop_waiting(job):
+            if self._waiting.remove(job):
                 self._end(job, DeadlineError(message))
             else:
                 self._end_running(job, DeadlineError(message))
 
     def _count_positions(self) -> None:
         """Lets every waiting job know how many are ahead of it, if that may have changed."""
-        if self._has_positions:
-            return
-        first = 0 if self._num_idle_lanes else len(self._running)
-        for position, job in enumerate(self._waiting(), first):
-            job.queue_position = position
-        self._has_positions = True
+        self._waiting.count_positions(0 if self._num_idle_lanes else len(self._running))
 
     async def _tick(self) -> None:
         """Ends jobs that are late, and keeps the log of every job that is followed from falling silent, whatever its
@@ -393,12 +364,6 @@ class Scheduler:
                     job.tell_position()
                 if self._clock() - job.last_event_s >= HEARTBEAT_S:
                     job.show_life()
-
-
-def _cost(job: Job) -> float:
-    """What a job takes of a lane, in pixels that are sampled: what tenants share alike."""
-    steps = job.plan.refine_audio.steps if job.source is not None else job.clip.steps
-    return max(1, job.clip.num_frames * job.clip.width * job.clip.height * steps)
 
 
 def _resume(job: Job) -> None:
