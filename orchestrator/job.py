@@ -99,6 +99,10 @@ class Job:
         """The request as it came, for the record."""
         if kind := record.WhichOneof("request"):
             self.request = getattr(record, kind)
+        self.deadline_s: float | None = None
+        """Seconds from its acceptance within which it must have ended; None: none."""
+        if self.request is not None and self.request.HasField("deadline_s"):
+            self.deadline_s = self.request.deadline_s
         self.source: RefineSource | None = None
         """What it refines; None: it makes a clip."""
         if record.HasField("source"):
@@ -193,13 +197,6 @@ class Job:
         """Which of its tenant's jobs come first."""
         given = video_pb2.JOB_PRIORITY_UNSPECIFIED if self.request is None else self.request.priority
         return given or video_pb2.JOB_PRIORITY_NORMAL
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Seconds from its acceptance within which it must have ended; None: none."""
-        if self.request is None or not self.request.HasField("deadline_s"):
-            return None
-        return self.request.deadline_s
 
     @property
     def elapsed_s(self) -> float:

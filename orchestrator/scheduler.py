@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
 import time
 from collections import Counter
@@ -83,8 +81,6 @@ class Scheduler:
         self._running: dict[Job, asyncio.Task[None]] = {}
         self._ends_with: dict[Job, GenerationError] = {}  # running jobs that are to end, and why
         self._pending_frames: Counter[str] = Counter()  # of each tenant's jobs that have not ended
-        self._deadlines: list[tuple[float, int, Job]] = []  # a heap, by time
-        self._numbers = itertools.count()
         self._num_idle_lanes = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._refusal: NotReadyError | None = ModelLoadingError("the model is being loaded")
@@ -101,11 +97,11 @@ class Scheduler:
 
     async def start(self) -> None:
         """Starts the lanes and takes jobs once they are up. To be called after `open`. Raises StartupError."""
+        self._end_late_jobs()  # those whose time has passed while there was no server never run
+        self._tasks = [asyncio.create_task(self._tick())]
         await asyncio.gather(*(lane.start() for lane in self._lanes))
         self.workers = self._lanes[0].last_descriptions()
-        self._end_late_jobs()  # those whose time has passed while there was no server never run
-        self._tasks = [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._tasks += [asyncio.create_task(self._serve(lane)) for lane in self._lanes]
         self._refusal = None
 
     def check_open(self) -> None:
@@ -239,9 +235,6 @@ class Scheduler:
         """Lets a job wait for a lane."""
         self._waiting.add(job)
         self._pending_frames[job.tenant] += job.clip.num_frames
-        if job.deadline_s is not None:
-            due_s = self._clock() + job.deadline_s - job.elapsed_s
-            heapq.heappush(self._deadlines, (due_s, next(self._numbers), job))
         self._has_jobs.set()
 
     def _num_running(self, tenant: str) -> int:
@@ -311,14 +304,15 @@ class Scheduler:
         """Ends a job whose session has ended, or leaves it to the next server."""
         ends_with = self._ends_with.pop(job, None)
         failure = None if session.cancelled() else session.exception()
-        is_cut_short = session.cancelled() or isinstance(failure, WorkerLostError)
-        if is_cut_short and ends_with is None and isinstance(self._refusal, ServerStoppingError):
+        if failure is None and not session.cancelled():
+            self._end(job, None)
+        elif ends_with is not None:
+            self._end(job, ends_with)
+        elif isinstance(self._refusal, ServerStoppingError) and not _is_own(failure):
             log.info("job %s goes on when the server is back", job.job_id)
             job.suspend()
-        elif session.cancelled():
-            self._end(job, ends_with or JobCancelledError("the job was cancelled"))
         else:
-            self._end(job, None if failure is None else as_told(failure, job.job_id))
+            self._end(job, as_told(failure or PhaseError("the job was cut short"), job.job_id))
 
     def _end(self, job: Job, error: GenerationError | None) -> None:
         if error is not None:
@@ -337,8 +331,9 @@ class Scheduler:
                 session.cancel()
 
     def _end_late_jobs(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            *_, job = heapq.heappop(self._deadlines)
+        for job in self._store.live():
+            if job.deadline_s is None or job.elapsed_s < job.deadline_s:
+                continue
             message = f"the job has not ended within the {job.deadline_s:g} s that its request allows"
             if self._waiting.remove(job):
                 self._end(job, DeadlineError(message))
@@ -364,6 +359,11 @@ class Scheduler:
                     job.tell_position()
                 if self._clock() - job.last_event_s >= HEARTBEAT_S:
                     job.show_life()
+
+
+def _is_own(failure: BaseException | None) -> bool:
+    """Whether a session failed for what its job is, and not for being cut short."""
+    return failure is not None and not isinstance(failure, WorkerLostError)
 
 
 def _resume(job: Job) -> None:

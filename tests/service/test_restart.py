@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from core.phases import Worker
 from h3stream.errors import GenerationError, JobNotFoundError, PhaseError, ResumeError
 from h3stream.v1 import video_pb2, video_pb2_grpc
 from orchestrator import journal
+from orchestrator import scheduler as scheduler_module
 from orchestrator.config import Settings
 from orchestrator.job import Job
 from orchestrator.job_log import SYNC_EVERY
@@ -295,3 +297,36 @@ async def test_a_key_names_its_job_beyond_its_server(servers: Servers) -> None:
     with pytest.raises(GenerationError, match="has named another request"):
         servers.submit(record("a bear", idempotency_key="mine"))
     assert len(servers.scheduler.page(None, (), "", 10)[0]) == 1
+
+
+async def test_viewers_hear_that_a_job_lives_while_the_model_is_loaded(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await servers.start(until=gate("sample:1.1"))
+    job = servers.submit(record())
+    await servers.reached("sample:1.1")
+    servers.kill()
+    monkeypatch.setattr(scheduler_module, "TICK_S", 0.005)
+    monkeypatch.setattr(scheduler_module, "HEARTBEAT_S", 0.0)
+    scheduler = servers.open()
+    (host,) = servers.hosts
+    start, may_load = host.start, asyncio.Event()
+
+    async def load() -> Mapping[Worker, str]:
+        await may_load.wait()
+        return await start()
+
+    monkeypatch.setattr(host, "start", load)
+    starting = asyncio.create_task(scheduler.start())
+    again = servers.job(job.job_id)
+    follower = again.log.follow()
+    num_events = await anext(follower)
+    async with asyncio.timeout(10):
+        while await anext(follower) < num_events + 3:
+            pass
+    assert all(event.progress.is_heartbeat for event in read_log(again.log)[num_events:])
+    await follower.aclose()
+    may_load.set()
+    await starting
+    await ended(again)
+    assert again.state == video_pb2.JOB_STATE_SUCCEEDED
