@@ -5,7 +5,8 @@
 
 A real server (`python -m orchestrator`: Ray, one lane, the edge) makes real clips of a small model. Every viewer has a
 connection of its own. The SDK's run in processes of 50, Node's (@grpc/grpc-js, the protos read by @grpc/proto-loader)
-in one, all of them niced, because they share the machine with the server. Prints counts and ratios of this run.
+in one, all of them niced, because they share the machine with the server. Prints counts and ratios of this run; a part
+whose number is 0 is left out.
 """
 
 from __future__ import annotations
@@ -313,10 +314,13 @@ def main() -> None:
         for _ in service.make():  # so that nothing below pays for first calls
             pass
         before = service.rss()
-        job_id = storm(service, audience, flags.storms, report)
-        replay(service, audience, job_id, report)
-        stall(service, flags.stalled, report)
-        queue(service, flags.jobs, report)
+        if audience.num_viewers:
+            job_id = storm(service, audience, flags.storms, report)
+            replay(service, audience, job_id, report)
+        if flags.stalled:
+            stall(service, flags.stalled, report)
+        if flags.jobs:
+            queue(service, flags.jobs, report)
         audience.close()
         after = service.rss()
         loads.append(os.getloadavg()[0])
