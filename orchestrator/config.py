@@ -29,7 +29,10 @@ from services.dit.config import DEFAULT_SHARED_CACHE_BYTES, check_dit_layout
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "H3STREAM_"
-CLIENT_VARIABLES = ("H3STREAM_SERVER", "H3STREAM_API_KEY", "H3STREAM_TLS", "H3STREAM_TLS_CA")
+CLIENT_VARIABLES = (
+    *("H3STREAM_SERVER", "H3STREAM_API_KEY", "H3STREAM_TLS", "H3STREAM_TLS_CA"),
+    *("H3STREAM_CLIENT_CERT", "H3STREAM_CLIENT_KEY"),
+)
 """Variables with that prefix which only the command line of the client reads."""
 WORKER_TRANSPORTS = ("unix", "tcp")
 AUDIT_NAME = "audit.jsonl"

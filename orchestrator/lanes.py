@@ -73,7 +73,8 @@ class RayCluster:
         try:
             ray.init(
                 address="local",  # never a cluster that the environment names: its GPUs are not ours to take
-                _temp_dir=str(self._runtime_directory),
+                # Of its own: Ray lets everybody write where it lives, and who may write beside a socket may replace it.
+                _temp_dir=str(self._runtime_directory / "ray"),
                 num_cpus=1,
                 resources={HOST_SLOT: self._settings.lanes},
                 include_dashboard=False,

@@ -38,8 +38,8 @@ MODEL_SETTINGS = ("model", "dit", "video_vae", "audio_vae", "text_encoder", "tok
 """Settings of the server that name files of the model, as flags and as H3STREAM_NAME."""
 
 ACCESS_VARIABLES = (
-    *("H3STREAM_API_KEY", "H3STREAM_KEYS", "H3STREAM_TLS", "H3STREAM_TLS_CA", "H3STREAM_TLS_CERT", "H3STREAM_TLS_KEY"),
-    "H3STREAM_TLS_CLIENT_CA",
+    *("H3STREAM_API_KEY", "H3STREAM_TLS", "H3STREAM_TLS_CA", "H3STREAM_CLIENT_CERT", "H3STREAM_CLIENT_KEY"),
+    *("H3STREAM_KEYS", "H3STREAM_TLS_CERT", "H3STREAM_TLS_KEY", "H3STREAM_TLS_CLIENT_CA"),
 )
 """What a client shows to other servers, and what a server asks of others."""
 

@@ -14,7 +14,7 @@ from h3stream.errors import ConfigError
 from h3stream.options import server_address
 
 SERVER_VARIABLE, KEY_VARIABLE, TLS_VARIABLE = "H3STREAM_SERVER", "H3STREAM_API_KEY", "H3STREAM_TLS"
-TLS_FILES = {"ca": "H3STREAM_TLS_CA", "cert": "H3STREAM_TLS_CERT", "key": "H3STREAM_TLS_KEY"}
+TLS_FILES = {"ca": "H3STREAM_TLS_CA", "cert": "H3STREAM_CLIENT_CERT", "key": "H3STREAM_CLIENT_KEY"}
 """Variables that name files of TlsOptions, by its fields."""
 DEFAULT_SERVER = "127.0.0.1:50051"
 _TRUTHS = {"": None, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}

@@ -176,8 +176,12 @@ async def test_a_command_speaks_tls(tmp_path: Path) -> None:
         ("", {"H3STREAM_TLS": "1"}, True),
         ("", {"H3STREAM_TLS": "no", "H3STREAM_TLS_CA": "ca.pem"}, None),
         ("--tls", {"H3STREAM_TLS": "no", "H3STREAM_TLS_CA": "ca.pem"}, TlsOptions(ca="ca.pem")),
-        ("", {"H3STREAM_TLS_CA": "ca.pem", "H3STREAM_TLS_CERT": "", "H3STREAM_TLS_KEY": ""}, TlsOptions(ca="ca.pem")),
-        ("--tls-cert c --tls-key k", {"H3STREAM_TLS_KEY": "other"}, TlsOptions(cert=Path("c"), key=Path("k"))),
+        (
+            "",
+            {"H3STREAM_TLS_CA": "ca.pem", "H3STREAM_CLIENT_CERT": "", "H3STREAM_CLIENT_KEY": ""},
+            TlsOptions(ca="ca.pem"),
+        ),
+        ("--tls-cert c --tls-key k", {"H3STREAM_CLIENT_KEY": "other"}, TlsOptions(cert=Path("c"), key=Path("k"))),
     ],
 )
 def test_flags_come_before_the_environment(
