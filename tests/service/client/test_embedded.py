@@ -201,7 +201,7 @@ async def test_an_interrupt_cancels_the_job_and_stops_the_server(marks: Path, mo
 
 
 async def test_the_server_finds_nothing_of_who_may_call_where(marks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("API_KEY", "KEYS", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "THREADS")
+    names = ("API_KEY", "KEYS", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "THREADS", "CLIENT_KEY")
     for name in names:
         monkeypatch.setenv(f"H3STREAM_{name}", "no" if name == "TLS" else "1")
     status, _, err = await finish(await start("generate", "a fox", "-o", "clip.mp4", "--model", "my-model"))
