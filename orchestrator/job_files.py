@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import uuid
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ END_NAME = "end.binpb"
 """How a job ended; where it is, the job has."""
 LOG_NAME = "events.log"
 INCOMING_NAME = ".incoming"
-"""Folder, beside the jobs' directories, of those that are being made or removed. A start empties it."""
+"""Folder, beside the jobs' directories, of those that are being made. A start removes what is hidden there."""
 
 _SEAL = b"\x7a\x20"
 """Before the checksum: tag and length of a field 15 of 32 bytes, so that what is in the file stays a message."""
@@ -90,9 +89,8 @@ def remove_job(directory: Path) -> None:
 
     Readers of its files keep them open.
     """
-    leaving = directory.parent / INCOMING_NAME / uuid.uuid4().hex
+    leaving = directory.with_name(f".{directory.name}.removed")
     try:
-        leaving.parent.mkdir(mode=0o700, exist_ok=True)
         directory.rename(leaving)
         fsync_directory(directory.parent)
     except FileNotFoundError:  # somebody has removed it

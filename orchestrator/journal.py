@@ -15,7 +15,7 @@ import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -273,7 +273,8 @@ class Journal:
 
     def _open(self) -> None:
         """Opens the file, making it and its tables where there are none, and reads it once from end to end."""
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with suppress(FileExistsError):  # whose locks closing it once more would drop
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(self.path, isolation_level=None)
         execute = self._connection.execute
         execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")

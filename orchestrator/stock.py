@@ -20,7 +20,6 @@ from h3stream.v1 import records_pb2, video_pb2
 from orchestrator.caller import DEFAULT_TENANT
 from orchestrator.job_files import (
     END_NAME,
-    INCOMING_NAME,
     LOG_NAME,
     RECORD_NAME,
     read_job_end,
@@ -94,11 +93,13 @@ def take_stock(journal: Journal, jobs_directory: Path) -> None:
     """
     try:
         jobs_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.rmtree(jobs_directory / INCOMING_NAME, ignore_errors=True)
         with os.scandir(jobs_directory) as entries:
-            names = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+            names = {entry.name for entry in entries if entry.is_dir()}
+        hidden = {name for name in names if name.startswith(".")}
+        for name in hidden:  # being made or removed
+            shutil.rmtree(jobs_directory / name, ignore_errors=True)
         with journal.at_once():
-            _match(journal, jobs_directory, names)
+            _match(journal, jobs_directory, names - hidden)
             _settle(journal, jobs_directory)
     except OSError as error:
         raise StartupError(f"the jobs in {jobs_directory} cannot be taken up: {error.strerror}") from error

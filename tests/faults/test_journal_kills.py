@@ -114,7 +114,7 @@ def check(directory: Path) -> None:
     kept = {path.name for path in jobs.iterdir() if not path.name.startswith(".")}
     listed = store.page(None, (), "", 1000)[0]
     assert {job.job_id for job in listed} == kept
-    assert not list(jobs.glob(".incoming/*"))
+    assert not list(jobs.glob(".*"))
     assert {job.job_id for job in live} == {job.job_id for job in listed if not job.ended.is_set()}
     for job in listed:
         check_job(job, told)

@@ -133,7 +133,7 @@ def test_a_directory_has_its_name_once_it_is_whole_and_none_once_it_goes(directo
         assert reader.read() == b"events", "who reads goes on reading"
     assert not placed.exists()
     remove_job(placed)  # somebody has removed it
-    assert list((directory.parent / ".incoming").iterdir()) == []
+    assert list(directory.parent.iterdir()) == [directory]
 
 
 def test_a_sweep_leaves_records_events_and_what_is_listed(directory: Path) -> None:

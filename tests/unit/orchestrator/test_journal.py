@@ -221,6 +221,15 @@ def test_a_file_that_is_no_journal_is_moved_aside(path: Path, content: bytes, ca
     assert "is moved aside and made anew from the jobs' files" in caplog.text
 
 
+def test_what_is_left_of_a_journal_that_is_gone_says_nothing(journal: Journal, path: Path) -> None:
+    journal.add(row("a"))
+    path.unlink()
+    anew = Journal(path)
+    assert list(anew.rows()) == []
+    anew.add(row("b"))
+    assert names(Journal(path).rows()) == ["b"]
+
+
 def test_a_file_that_is_empty_is_a_journal_that_was_not_begun(path: Path) -> None:
     path.touch()
     assert not Journal(path).was_damaged
@@ -252,7 +261,7 @@ def test_a_journal_that_cannot_be_opened_ends_the_start(path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot be opened: .*No such file or directory"):
         Journal(path / "nowhere" / "journal.db")
     path.mkdir()
-    with pytest.raises(StartupError, match=r"cannot be opened: .*Is a directory"):
+    with pytest.raises(StartupError, match="cannot be opened: unable to open database file"):
         Journal(path)
 
 

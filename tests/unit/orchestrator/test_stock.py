@@ -122,8 +122,9 @@ def test_a_row_without_a_directory_is_forgotten(found: Found) -> None:
 
 def test_what_was_being_made_or_removed_goes(found: Found) -> None:
     make_directory(found.jobs / ".incoming", record_of("a"))
+    make_directory(found.jobs, record_of(".b.removed"))
     assert found.take() == {}
-    assert not (found.jobs / ".incoming").exists()
+    assert list(found.jobs.iterdir()) == []
 
 
 def test_a_key_that_is_taken_stays_where_it_is(found: Found) -> None:
