@@ -28,8 +28,11 @@ _TAG = b"\n"
 class JobLog:
     """Events of one job, numbered from 0, in a file of AttachResponse messages: what is sent is what is stored.
 
-    The file is open while it is written alone, so that a job that waits costs no descriptor.
+    The file is kept open from the first event on that tells of work, whoever removes it: a job that waits costs no
+    descriptor.
     """
+
+    _fd = -1
 
     def __init__(self, path: Path) -> None:
         """Makes an empty log. Raises PhaseError if the file cannot be made."""
@@ -86,7 +89,7 @@ class JobLog:
         start = self._ends[-1] if self._ends else 0
         sync = sync or self._num_unsynced == SYNC_EVERY - 1
         try:
-            _write(self.path, data, start, sync)
+            self._write(data, start, sync, keeps_open=not event.HasField("progress"))
         except OSError as error:
             raise _unwritable(error) from error
         self._num_unsynced = 0 if sync else self._num_unsynced + 1
@@ -108,6 +111,7 @@ class JobLog:
 
     def close(self, error: GenerationError | None) -> None:
         """Marks the job's end; followers that reach it stop, or raise `error`."""
+        self._release()
         self._is_closed = True
         self._error = error
         self._tell()
@@ -150,22 +154,32 @@ class JobLog:
         except OSError as error:
             raise _unreadable(error) from error
 
+    def _write(self, data: bytes, offset: int, sync: bool, *, keeps_open: bool) -> None:
+        """Writes at an offset of the file, which must be there. Raises OSError."""
+        fd = self._fd if self._fd >= 0 else os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.pwrite(fd, view, offset + len(data) - len(view)) :]
+            if sync:
+                os.fdatasync(fd)
+        finally:
+            if keeps_open:
+                self._fd = fd
+            elif self._fd < 0:
+                os.close(fd)
+
+    def _release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self._release()
+
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _write(path: Path, data: bytes, offset: int, sync: bool) -> None:
-    """Writes at an offset of a file that is there. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.pwrite(fd, view, offset + len(data) - len(view)) :]
-        if sync:
-            os.fdatasync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_event(file: BinaryIO, seq: int) -> video_pb2.Event | None:
