@@ -18,8 +18,8 @@ from h3stream import (
     Fragment,
     JobCancelledError,
     JobWarning,
+    NotReadyError,
     Progress,
-    ServerStoppingError,
 )
 from h3stream.events import PhaseChange
 from services.common.ledger import overlaps, read_ledger
@@ -217,9 +217,10 @@ async def test_a_server_whose_ray_ends_with_it_leaves_its_job_to_the_next_one_an
             await until_step(stream, 1)
             for pid in (*below, server.process.pid):
                 os.kill(pid, signal.SIGTERM)
-            with pytest.raises(ServerStoppingError):
+            with pytest.raises(NotReadyError):
                 await until_step(stream, 100)
         assert server.process.wait(30) == 0
+        assert not (server.data / "jobs" / stream.job_id / "end.binpb").exists()
         await until_gone(below)
     finally:
         server.process.kill()
