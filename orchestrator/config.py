@@ -115,7 +115,7 @@ class Settings:
     preview_every_steps: int = 1
     """Noise forwards from one still to the next, where a request says nothing about them."""
     drain_s: float = 30.0
-    """How long running jobs may go on after SIGTERM before they are cancelled."""
+    """How long running jobs may go on after SIGTERM; what is left then goes on at the next start."""
 
     def __post_init__(self) -> None:
         self._check_files()
