@@ -10,8 +10,9 @@ import secrets
 import signal
 import sys
 from collections.abc import Coroutine, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2
 
@@ -30,7 +31,13 @@ from services.checkpoints.model_files import check_model
 from services.common.logs import setup
 from services.common.rpc import RpcServer
 
+if TYPE_CHECKING:
+    from orchestrator.lanes import RayCluster
+
 log = logging.getLogger("orchestrator")
+
+LAST_WORD_S = 1.0
+"""How long after Ray's end a request to stop may still come, which then is what ended both."""
 
 
 def main() -> None:
@@ -70,9 +77,27 @@ async def serve(settings: Settings, *, exit_with_parent: bool = False) -> None:
             scheduler = make_scheduler(settings, [RayLane(settings, runtime, i) for i in range(settings.lanes)])
             scheduler.open()
             data.set_current()
-            await serve_jobs(settings, model, adapters, stop, scheduler, runtime)
+            watching = asyncio.create_task(_end_with_ray(cluster, stop))
+            try:
+                await serve_jobs(settings, model, adapters, stop, scheduler, runtime)
+            finally:
+                watching.cancel()
+            if stop.failure:
+                raise StartupError(stop.failure)
         finally:
             cluster.stop()
+
+
+async def _end_with_ray(cluster: RayCluster, stop: StopSignal) -> None:
+    """Stops the server once Ray has ended: its workers cannot come back in this process, its jobs can in the next."""
+    await cluster.ended()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):  # a signal may have ended both
+            await stop.first.wait()
+    if not stop.first.is_set():
+        stop.failure = "Ray has ended, and the workers with it; jobs go on when the server is started again"
+    stop.first.set()
+    stop.second.set()  # there is nothing that running jobs could go on with
 
 
 def _prepare_ray(environment: MutableMapping[str, str]) -> None:
@@ -154,6 +179,8 @@ class StopSignal:
         """Set by the first request."""
         self.second = asyncio.Event()
         """Set by the second one, or by one that will not wait: running jobs are left to the next server."""
+        self.failure = ""
+        """Why the server has to stop although nobody asked for it; empty: it has not."""
         self.listen()
         if exit_with_parent:
             try:

@@ -89,6 +89,10 @@ class RayCluster:
             self._is_starting = False
         self._address = ray.get_runtime_context().gcs_address
 
+    async def ended(self) -> None:
+        """Returns once Ray has ended, by itself or by somebody's hand."""
+        await _until_gone(self._address)
+
     def stop(self) -> None:
         """Stops Ray and every actor on it; what is left of one that has ended before ends with this process."""
         if not _finishes(ray.shutdown, self._address):

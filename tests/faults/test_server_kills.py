@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from h3stream import AsyncClient, AsyncGeneration, Completed, Event, JobWarning
@@ -36,14 +37,14 @@ class MortalServer:
         self.address = f"127.0.0.1:{free_port()}"
         self._model = model
         self._directory = directory
-        self.running = self._start()
+        self.running = self.start()
 
     async def die_and_come_back(self) -> None:
         os.kill(self.running.process.pid, signal.SIGKILL)
         await asyncio.to_thread(self.running.process.wait)
-        self.running = await asyncio.to_thread(self._start)
+        self.running = await asyncio.to_thread(self.start)
 
-    def _start(self) -> Server:
+    def start(self) -> Server:
         return start_server(self._model, self._directory, "--listen", self.address)
 
 
@@ -117,6 +118,29 @@ async def test_what_waited_and_what_had_ended_is_there_after_the_death_of_the_se
             end_times = [job.end_time for job in jobs]
             assert None not in end_times
             assert end_times == sorted(end_times)  # type: ignore[type-var]
+    finally:
+        assert stop_server(server.running) == 0
+
+
+@pytest.mark.timeout(600)
+async def test_a_server_whose_ray_is_killed_ends_and_the_next_one_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    server = MortalServer(tiny_model, tmp_path)
+    try:
+        async with AsyncClient(server.address) as client:
+            undisturbed = [e async for e in client.generate("a fox in the snow", **CLIP)]  # type: ignore[arg-type]
+            events: list[Event] = []
+            async for event in client.generate("a fox in the snow", **CLIP, reconnect_s=240):  # type: ignore[arg-type]
+                events.append(event)
+                if isinstance(event, PhaseChange) and (event.phase, event.chunk_index) == ("denoise", 2):
+                    below = psutil.Process(server.running.process.pid).children(recursive=True)
+                    (gcs,) = [process for process in below if process.name() == "gcs_server"]
+                    gcs.kill()
+                    assert await asyncio.to_thread(server.running.process.wait, 60) == 1
+                    assert "h3stream: Ray has ended, and the workers with it" in server.running.log.read_text()
+                    server.running = await asyncio.to_thread(server.start)
+        assert isinstance(events[-1], Completed)
+        assert [event.seq for event in events] == list(range(len(events)))
+        assert b"".join(e.media for e in events) == b"".join(e.media for e in undisturbed)
     finally:
         assert stop_server(server.running) == 0
 
