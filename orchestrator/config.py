@@ -159,9 +159,16 @@ class Settings:
             log_format=self.log_format,
         )
 
-    def public(self) -> dict[str, str]:
-        """The settings by name, for GetServerInfo; there are no secrets among them."""
-        return texts_of(self)
+    def public(self, *, with_paths: bool) -> dict[str, str]:
+        """The settings by name, for GetServerInfo; there are no secrets among them.
+
+        with_paths: those that name files too, which are only the operator's business.
+        """
+        texts = texts_of(self)
+        if with_paths:
+            return texts
+        files = {name for name in texts if isinstance(getattr(self, name), Path)} | {"adapter"}
+        return {name: text for name, text in texts.items() if name not in files}
 
     def __str__(self) -> str:
         """The settings for a log."""

@@ -142,6 +142,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
     ) -> video_pb2.GetServerInfoResponse:
         refuse_unknown_fields(request)
         workers = self._scheduler.workers
+        caller = caller_of(context)
         return video_pb2.GetServerInfoResponse(
             server_version=metadata.version("h3stream-server"),
             library_versions={k: v for worker in workers for k, v in worker.library_versions.items()},
@@ -155,13 +156,13 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_queued_jobs=self._settings.max_queued_jobs,
             num_lanes=self._settings.lanes,
-            settings=self._settings.public(),
+            settings=self._settings.public(with_paths="admin" in caller.scopes),
             parts=[part for worker in workers for part in worker.parts],
             adapters=self._adapter_infos(),
             artifacts=ARTIFACTS,
             default_artifacts=DEFAULT_ARTIFACTS,
             default_preview=preview_spec_to_proto(self._settings.preview),
-            caller=self._caller(caller_of(context)),
+            caller=self._caller(caller),
         )
 
     def _adapter_infos(self) -> list[types_pb2.AdapterInfo]:

@@ -118,7 +118,13 @@ def is_connection_loss(error: grpc.RpcError) -> bool:
     info, _, _ = _details(error)
     if info.domain == DOMAIN:
         return info.reason == errors.ServerStoppingError.reason
-    return _is_cut_sending(error) or error.code() == grpc.StatusCode.UNAVAILABLE
+    return _is_cut_sending(error) or _is_turned_away(error) or error.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def _is_turned_away(error: grpc.RpcError) -> bool:
+    """Whether a server with too much to do ended a call unread: who cancels a job says so, and who cancels a call knows
+    it."""
+    return error.code() == grpc.StatusCode.CANCELLED and error.details() in (None, "", "CANCELLED")
 
 
 def _is_cut_sending(error: grpc.RpcError) -> bool:
@@ -153,6 +159,8 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> GenerationError:
             message = f"the server does not know this call; it may be older than this client ({message})"
     if _is_cut_sending(error):
         cls, message = errors.NotReadyError, "the connection was lost while a message was being sent"
+    if info.domain != DOMAIN and _is_turned_away(error):
+        cls, message = errors.NotReadyError, "the server has too much to do to read the call; try again"
     if address and is_connection_loss(error):
         log.debug("%s: %s", address, message)
         message = _unreachable(message, address)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -155,6 +157,32 @@ async def test_a_status_without_a_readable_reason_still_has_a_class(
             await client.job("job-3")
     await server.stop(0)
     assert type(caught.value) is cls
+
+
+async def test_a_call_that_a_busy_server_ends_unread_is_no_cancelled_job() -> None:
+    options = [("grpc.server.max_pending_requests", 1), ("grpc.server.max_pending_requests_hard_limit", 1)]
+    released = asyncio.Event()
+
+    class Busy(video_pb2_grpc.VideoServiceServicer):
+        async def GetJob(self, request: video_pb2.GetJobRequest, context: aio.ServicerContext) -> None:  # type: ignore[override]
+            await released.wait()
+            await context.abort(grpc.StatusCode.NOT_FOUND, "answered")
+
+    server = aio.server(options=options, maximum_concurrent_rpcs=None)
+    video_pb2_grpc.add_VideoServiceServicer_to_server(Busy(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        calls = [asyncio.ensure_future(client.job("job-3")) for _ in range(300)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        released.set()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    await server.stop(0)
+    kinds = {type(outcome) for outcome in outcomes}
+    assert kinds == {errors.NotReadyError, errors.JobNotFoundError}
+    assert {str(o) for o in outcomes if isinstance(o, errors.NotReadyError)} == {
+        "the server has too much to do to read the call; try again"
+    }
 
 
 @pytest.mark.parametrize(

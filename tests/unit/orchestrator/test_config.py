@@ -78,12 +78,15 @@ def test_adapters_come_from_the_environment_a_file_or_flags_as_a_whole(tmp_path:
 def test_settings_are_told_as_texts_and_those_that_are_not_set_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     settings, _ = load_settings(["--model", str(tmp_path), "--data", str(tmp_path)], {})
-    told = settings.public()
+    told = settings.public(with_paths=True)
     assert (told["model"], told["allow_partial_adapters"], told["threads"]) == (str(tmp_path), "False", "0")
     assert not {"dit", "adapter"} & told.keys()
     sources = (AdapterSource("a", tmp_path / "a", 0.5), AdapterSource("b", tmp_path / "a"))
-    told = dataclasses.replace(settings, adapter=sources).public()
+    told = dataclasses.replace(settings, adapter=sources).public(with_paths=True)
     assert told["adapter"] == f"a={tmp_path / 'a'}:0.5;b={tmp_path / 'a'}"
+    told = dataclasses.replace(settings, adapter=sources).public(with_paths=False)
+    assert told["listen"]
+    assert str(tmp_path) not in " ".join(told.values())
     assert str(settings).startswith(f"data={tmp_path} model={tmp_path} dit_layout=auto allow_partial_adapters=False ")
 
 
