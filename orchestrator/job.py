@@ -14,7 +14,7 @@ from typing import cast
 from core.clock import TICKS_PER_FRAME
 from core.phases import MOVES, Phase
 from h3stream.codec import clip_spec_from_proto
-from h3stream.errors import GenerationError, JobCancelledError, PhaseError, ServerStoppingError
+from h3stream.errors import GenerationError, JobCancelledError, PhaseError, ResumeError, ServerStoppingError
 from h3stream.status import STATUS_OF
 from h3stream.v1 import records_pb2, types_pb2, video_pb2
 from orchestrator.delivered import Delivered
@@ -150,14 +150,17 @@ class Job:
         record: records_pb2.JobRecord,
         directory: Path,
         *,
+        has_run: bool = False,
         has_lost_power: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> Job:
         """A job that has not ended, as its files tell it. What was not written to its end is cut off.
 
-        has_lost_power: events may be lost that callers were told of; the numbers that they had are not used again.
-        Raises PhaseError if its log cannot be read or continued.
+        has_run: it was on a lane.  has_lost_power: events may be lost that callers were told of; the numbers that they
+        had are not used again.
+        Raises PhaseError if its log cannot be read or continued, ResumeError if it is gone with all that
+        callers know of it.
         """
         log, events = JobLog.recover(directory / LOG_NAME)
         job = cls(record, directory, log, clock=clock, wall_clock=wall_clock)
@@ -167,6 +170,8 @@ class Job:
             elapsed_s = event.elapsed_s
         # The wall clock tells how long there was no server; where it was set back, no time has passed.
         job._accepted_s = clock() - max(elapsed_s, wall_clock() - job.created_s)
+        if not len(log) and has_run:
+            raise ResumeError("the events that callers were told of are no longer there", job_id=job.job_id)
         if not len(log):
             job.emit(video_pb2.Accepted(plan=job.plan))
         elif has_lost_power and not job.has_told("completed"):

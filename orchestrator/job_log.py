@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -158,6 +159,8 @@ class JobLog:
         """Writes at an offset of the file, which must be there. Raises OSError."""
         fd = self._fd if self._fd >= 0 else os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
+            if os.fstat(fd).st_size < offset:
+                raise OSError(errno.EIO, "somebody has cut their file")
             view = memoryview(data)
             while view:
                 view = view[os.pwrite(fd, view, offset + len(data) - len(view)) :]

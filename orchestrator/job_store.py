@@ -122,11 +122,11 @@ class JobStore:
             move_into_place(staging, directory)
             job = self._read(record)
             self._journal.add(row_of(record))
-        except OSError as error:
-            raise PhaseError(f"the job's directory cannot be made: {error.strerror}") from error
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
             shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise PhaseError(f"the job's directory cannot be made: {error.strerror}") from error
             raise
         self._jobs[job.job_id] = job
         return job
@@ -174,7 +174,7 @@ class JobStore:
         directory = self._directory / row.job_id
         record, _ = load_job(directory, row)
         try:
-            job = self._read(record, has_lost_power=self._journal.has_lost_power)
+            job = self._read(record, has_run=row.state == "running", has_lost_power=self._journal.has_lost_power)
         except PhaseError as error:
             job = Job(record, directory, JobLog.of_ended(directory / LOG_NAME, 0, error))
             self._jobs[row.job_id] = job
@@ -184,10 +184,11 @@ class JobStore:
             job.state = video_pb2.JOB_STATE_RUNNING
         self._jobs[row.job_id] = job
 
-    def _read(self, record: records_pb2.JobRecord, *, has_lost_power: bool = False) -> Job:
+    def _read(self, record: records_pb2.JobRecord, *, has_run: bool = False, has_lost_power: bool = False) -> Job:
         return Job.restore(
             record,
             self._directory / record.job_id,
+            has_run=has_run,
             has_lost_power=has_lost_power,
             clock=self._clock,
             wall_clock=self._wall_clock,

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -45,6 +46,8 @@ START_TIMEOUT_S = 600.0
 """Reading the weights of the full model from disk takes minutes."""
 STOP_TIMEOUT_S = 10.0
 """How long workers may take to end by themselves."""
+FINISH_TIMEOUT_S = 30.0
+"""How long a call of Ray's may take that is done in a second."""
 GONE_GRACE_S = 3.0
 """How long a call of Ray's goes on once Ray has ended: what ends Ray still tidies up, all others wait in vain."""
 LOOK_S = 0.2
@@ -90,8 +93,11 @@ class RayCluster:
         self._address = ray.get_runtime_context().gcs_address
 
     async def ended(self) -> None:
-        """Returns once Ray has ended, by itself or by somebody's hand."""
-        await _until_gone(self._address)
+        """Returns once Ray has ended, by itself or by somebody's hand: one of its processes is enough."""
+        gone = asyncio.create_task(_until_gone(self._address))
+        while not gone.done() and not _dead_processes():
+            await asyncio.wait([gone], timeout=LOOK_S)
+        gone.cancel()
 
     def stop(self) -> None:
         """Stops Ray and every actor on it; what is left of one that has ended before ends with this process."""
@@ -122,6 +128,8 @@ class RayLane:
         self.token = secrets.token_hex(32)
         """What callers of the workers prove themselves with."""
         self._ray_address = ""
+        self._resource = HOST_SLOT
+        """What the workers take their share of."""
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> Mapping[Worker, str]:
@@ -133,7 +141,8 @@ class RayLane:
         self._ray_address = ray.get_runtime_context().gcs_address
         if _is_gone(self._ray_address):
             raise StartupError(f"lane {self._index}: Ray has ended")
-        resource = self._resource()
+        gpus = (await asyncio.to_thread(ray.cluster_resources)).get("GPU")
+        self._resource = resource = "GPU" if gpus else HOST_SLOT
         # One bundle with a whole GPU, shared by the three, pins them to the same one.
         self._group = placement_group([{resource: 1}])
         try:
@@ -141,7 +150,7 @@ class RayLane:
         except TimeoutError:
             raise StartupError(f"lane {self._index}: no free {resource} within {PLACEMENT_TIMEOUT_S:.0f} s") from None
         log.info("lane %d: loading the model", self._index)
-        addresses = await self._up({worker: self._begin(worker, resource) for worker in Worker})
+        addresses = await self._up({worker: self._begin(worker) for worker in Worker})
         self._watching = asyncio.create_task(self._end_with_ray(self._pids))
         log.info("lane %d is up on one %s: %s", self._index, resource, ", ".join(addresses.values()))
         return addresses
@@ -160,12 +169,12 @@ class RayLane:
             _kill([pid])  # one that is stopped would not hear what Ray tells it
             await self._until_dead(pid)  # its memory on the device is free then, and its lock on the ledger
         if (actor := self._actors.pop(worker, None)) is not None:
-            _finishes(lambda: ray.kill(actor), self._ray_address)
-        return (await self._up({worker: self._begin(worker, self._resource())}))[worker]
+            await asyncio.to_thread(_finishes, lambda: ray.kill(actor), self._ray_address)
+        return (await self._up({worker: self._begin(worker)}))[worker]
 
-    def _begin(self, worker: Worker, resource: str) -> Any:
+    def _begin(self, worker: Worker) -> Any:
         """Makes a worker's actor and has its server started; returns Ray's reference to its address and process id."""
-        share: dict[str, Any] = {"num_gpus": SHARE} if resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
+        share: dict[str, Any] = {"num_gpus": SHARE} if self._resource == "GPU" else {"resources": {HOST_SLOT: SHARE}}
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         actor_class = ray.remote(WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **share)
         # Known before it is up: who is cancelled in the middle of a start stops what there is.
@@ -196,9 +205,6 @@ class RayLane:
         except TimeoutError:
             raise StartupError(f"lane {self._index}: process {pid} cannot be ended") from None
 
-    def _resource(self) -> str:
-        return "GPU" if ray.cluster_resources().get("GPU") else HOST_SLOT
-
     async def stop(self) -> None:
         """Ends the actors, by force if they do not end by themselves, and gives the GPU back."""
         actors, self._actors = list(self._actors.values()), {}
@@ -217,7 +223,8 @@ class RayLane:
             if group is not None:
                 remove_placement_group(group)
 
-        if not _finishes(kill, self._ray_address):
+        # Before there is a group there is nothing to end, and there may be no address yet.
+        if group is not None and not await asyncio.to_thread(_finishes, kill, self._ray_address):
             _kill(pids.values())
 
     async def _end_with_ray(self, pids: Mapping[Worker, int]) -> None:
@@ -299,6 +306,12 @@ def _is_gone(address: str) -> bool:
     return False
 
 
+def _dead_processes() -> list[Any]:
+    """Those of the processes that Ray began with in this one that have ended."""
+    node = ray._private.worker._global_node
+    return [] if node is None else list(node.dead_processes())
+
+
 async def _until_gone(address: str) -> None:
     """Returns once Ray has ended: a connection to it ends then, and no other can be made."""
     host, _, port = address.rpartition(":")
@@ -314,9 +327,9 @@ async def _until_gone(address: str) -> None:
 
 
 def _finishes(work: Callable[[], None], address: str) -> bool:
-    """Runs a call of Ray's and raises what it raises; False if it does not return because Ray has ended.
+    """Runs a call of Ray's and raises what it raises; False if it does not return, for Ray has ended or stands still.
 
-    Such a call waits for Ray to come back, and after a minute ends this process.
+    Such a call waits for Ray to come back, and after a minute ends this process. Blocks.
     """
     if _is_gone(address):
         return False
@@ -332,7 +345,8 @@ def _finishes(work: Callable[[], None], address: str) -> bool:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    while thread.is_alive() and not _is_gone(address):
+    give_up_s = time.monotonic() + FINISH_TIMEOUT_S
+    while thread.is_alive() and not _is_gone(address) and time.monotonic() < give_up_s:
         thread.join(LOOK_S)
     thread.join(GONE_GRACE_S)
     if outcome.done():

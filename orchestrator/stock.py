@@ -8,6 +8,7 @@ journal row is missing is entered again, so that the journal can be lost.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -36,6 +37,8 @@ from orchestrator.salvage import STATE_TO_PROTO, History, end_from, read_history
 log = logging.getLogger(__name__)
 
 STATE_FROM_PROTO = {number: state for state, number in STATE_TO_PROTO.items()}
+OF_ONE_JOB = (errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.ELOOP)
+"""What is wrong with one job's directory and not with the disk."""
 T = TypeVar("T")
 
 
@@ -156,7 +159,14 @@ def _settle(journal: Journal, jobs_directory: Path) -> None:
     ended = []
     for row in journal.live():
         directory = jobs_directory / row.job_id
-        _, end, history = _load(directory, row)
+        try:
+            _, end, history = _load(directory, row)
+        except PhaseError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in OF_ONE_JOB:
+                raise
+            log.error("job %s is left as it is, and cannot be asked for: %s", row.job_id, error.message)
+            journal.remove(row.job_id)
+            continue
         if end is not None:
             ended.append(_swept(directory, end.job))
         elif history.has_run and row.state == "queued":

@@ -16,7 +16,7 @@ import grpc
 
 from core.phases import Worker
 from h3stream.codec import clip_spec_to_proto
-from h3stream.errors import JobCancelledError, NotReadyError, WorkerLostError
+from h3stream.errors import DeadlineError, JobCancelledError, NotReadyError, WorkerLostError
 from h3stream.request import ClipSpec
 from h3stream.status import from_rpc_error
 from h3stream.v1 import types_pb2, workers_pb2, workers_pb2_grpc
@@ -61,12 +61,15 @@ class WorkerClient:
         self._lifecycle: Any = workers_pb2_grpc.WorkerServiceStub(self._channel)
 
     async def describe(self) -> workers_pb2.DescribeResponse:
-        """What the worker is and what it holds."""
-        with self._errors():
-            response: workers_pb2.DescribeResponse = await self._lifecycle.Describe(
-                workers_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S
-            )
-            return response
+        """What the worker is and what it holds. Raises WorkerLostError if it is gone, or stands still."""
+        try:
+            with self._errors():
+                response: workers_pb2.DescribeResponse = await self._lifecycle.Describe(
+                    workers_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S
+                )
+                return response
+        except DeadlineError as error:
+            raise WorkerLostError(f"the {self.worker.value} worker stands still") from error
 
     async def enter_phase(self) -> int:
         """Brings the weights onto the device; returns their bytes."""

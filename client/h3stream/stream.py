@@ -13,7 +13,16 @@ import grpc
 
 from h3stream.codec import event_from_proto
 from h3stream.errors import BrokenStreamError, DeadlineError, FieldViolation, GenerationError
-from h3stream.events import Accepted, Completed, Event, InitSegment, Progress, RefinedInitSegment
+from h3stream.events import (
+    Accepted,
+    Completed,
+    Event,
+    Fragment,
+    InitSegment,
+    Progress,
+    RefinedFragment,
+    RefinedInitSegment,
+)
 from h3stream.fields import invalid_request, sendable
 from h3stream.status import from_rpc_error, is_connection_loss, is_nobody_there, is_starting
 from h3stream.upload import RefineCall
@@ -66,6 +75,7 @@ class EventOrder:
         self._next_seq = self._start.from_seq
         self._is_joining = self._start.WhichOneof("start") in ("from_chunk", "live")
         self._is_complete = False
+        self._next_fragment: dict[type[Event], int] = {}
 
     def accept(self, response: EventResponse) -> Event | None:
         """The next event, or None for one that was told before and that a new connection had to tell again.
@@ -89,10 +99,23 @@ class EventOrder:
             raise self._broken(f"event {event.seq} belongs to another job, {event.job_id}")
         if self._is_complete:
             raise self._broken(f"event {event.seq} came after the last one")
+        if isinstance(event, Fragment | RefinedFragment):
+            self._check_fragment(event)
         self._next_seq = due + 1
         self._is_complete = isinstance(event, Completed)
         self.has_begun = True
         return event
+
+    def _check_fragment(self, event: Fragment | RefinedFragment) -> None:
+        """A fragment must continue the one before it, or where the stream was followed from its start be the first."""
+        due = self._next_fragment.get(type(event))
+        if due is None and (self._start.from_seq or self._start.WhichOneof("start") in ("from_chunk", "live")):
+            due = event.fragment_index
+        if event.fragment_index != (due or 0):
+            raise self._broken(
+                f"fragment {event.fragment_index} came where {due or 0} was due: the server has lost events of the job"
+            )
+        self._next_fragment[type(event)] = event.fragment_index + 1
 
     def resume(self) -> video_pb2.AttachRequest:
         """What asks for the rest, or for all of it where nothing has come."""

@@ -85,6 +85,22 @@ async def test_a_job_goes_on_where_it_was_and_sends_what_it_would_have_sent(
     assert (listed.num_events, listed.num_frames_emitted) == (len(events), 39)
 
 
+async def test_a_job_whose_events_are_gone_does_not_begin_again_under_numbers_that_were_told(servers: Servers) -> None:
+    await servers.start(until=gate("sample:1.1"))
+    job = servers.submit(record())
+    waiting = servers.submit(record("a bear"))
+    await servers.reached("sample:1.1")
+    servers.kill()
+    for job_id in (job.job_id, waiting.job_id):
+        (servers.data / "jobs" / job_id / "events.log").unlink()
+    await servers.start()
+    again = servers.job(job.job_id)
+    assert (again.state, type(again.error)) == (video_pb2.JOB_STATE_FAILED, ResumeError)
+    begun = servers.job(waiting.job_id)  # of which nothing but its acceptance was told
+    await ended(begun)
+    assert begun.state == video_pb2.JOB_STATE_SUCCEEDED
+
+
 async def test_a_viewer_goes_on_with_the_next_number(servers: Servers, tmp_path: Path) -> None:
     await servers.start(until=gate("sample:2.1"))
     job = servers.submit(record())
@@ -220,19 +236,6 @@ async def test_no_number_is_told_twice_after_a_loss_of_power(servers: Servers, m
     padding = events[synced + 1 : synced + 1 + SYNC_EVERY]
     assert all(event.progress.is_heartbeat for event in padding)
     assert len(told) <= padding[-1].seq + 1
-    assert media(again) == media(await undisturbed(servers.data.parent / "undisturbed"))
-
-
-async def test_a_log_that_is_gone_begins_again(servers: Servers) -> None:
-    await servers.start(until=gate("sample:2.1"))
-    job = servers.submit(record())
-    await servers.reached("sample:2.1")
-    servers.kill()
-    (servers.data / "jobs" / job.job_id / "events.log").unlink()
-    await servers.start()
-    again = servers.job(job.job_id)
-    await ended(again)
-    assert read_log(again.log)[0].accepted.plan == job.plan
     assert media(again) == media(await undisturbed(servers.data.parent / "undisturbed"))
 
 

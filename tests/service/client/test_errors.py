@@ -46,7 +46,7 @@ async def test_the_sdk_raises_what_the_server_raised(
 ) -> None:
     service.script = Script(refuse_with=example(cls))
     async with AsyncClient(address) as client:
-        for call in (lambda: client.job("job-3"), lambda: anext(client.generate("a fox"))):
+        for call in (lambda: client.job("job-3"), lambda: anext(client.generate("a fox", reconnect_s=0))):
             with pytest.raises(GenerationError) as caught:
                 await call()
             assert type(caught.value) is cls

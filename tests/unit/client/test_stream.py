@@ -70,6 +70,27 @@ def test_a_gap_or_a_repeat_is_refused(seqs: list[int], words: str) -> None:
     assert caught.value.job_id == "job-1"
 
 
+def fragment(seq: int, index: int) -> events.Fragment:
+    return events.Fragment(
+        seq=seq, job_id="job-1", media_time_ticks=0, data=b"", fragment_index=index, chunk_index=index, start_ticks=0,
+        duration_ticks=0, first_frame=0, num_frames=0, num_samples_total=0, is_keyframe=True,
+    )  # fmt: skip
+
+
+def test_media_that_the_server_has_lost_are_missed_although_the_numbers_go_on() -> None:
+    order = EventOrder()
+    for event in (phase(0), fragment(1, 0), fragment(2, 1)):
+        order.accept(response(event))
+    with pytest.raises(BrokenStreamError, match="fragment 1 came where 2 was due: the server has lost events"):
+        order.accept(response(fragment(3, 1)))
+    order = EventOrder()
+    with pytest.raises(BrokenStreamError, match="fragment 1 came where 0 was due"):
+        order.accept(response(fragment(0, 1)))
+    order = EventOrder(attach_request("job-1", from_seq=7))
+    for event in (fragment(7, 4), fragment(8, 5)):
+        order.accept(response(event))
+
+
 def test_events_of_another_job_and_events_after_the_last_are_refused() -> None:
     order = EventOrder()
     order.accept(response(phase(0)))

@@ -87,6 +87,14 @@ async def test_an_event_that_does_not_fit_leaves_nothing_behind(
     assert read_log(log) == [event(0), event(1, 2000)]
 
 
+async def test_a_file_that_somebody_cuts_takes_no_more(tmp_path: Path) -> None:
+    log = JobLog(tmp_path / "events.log")
+    log.append(event(0, 500))
+    os.truncate(log.path, 100)
+    with pytest.raises(PhaseError, match="cannot be written: somebody has cut their file"):
+        log.append(event(1))
+
+
 def left(path: Path, events: list[video_pb2.Event], more: bytes = b"") -> bytes:
     """A log as an earlier process left it; returns its whole records."""
     whole = b"".join(video_pb2.AttachResponse(event=event).SerializeToString() for event in events)

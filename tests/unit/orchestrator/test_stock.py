@@ -57,6 +57,15 @@ def write_final(directory: Path) -> None:
     (directory / "final.mp4").write_bytes(b"video")
 
 
+def test_a_directory_that_is_odd_is_left_alone_and_keeps_no_other_job_from_going_on(found: Found) -> None:
+    found.job(record_of("good"))
+    odd = found.job(record_of("odd"), RUN, COMPLETED)
+    (odd / "end.binpb").mkdir()
+    for _ in range(2):
+        assert set(found.take()) == {"good"}
+    assert odd.is_dir()
+
+
 def test_the_row_of_a_job_says_what_it_was_taken_as() -> None:
     record = record_of("a", tenant="ann", key="k")
     record.generation.priority = video_pb2.JOB_PRIORITY_HIGH
@@ -107,7 +116,7 @@ def test_jobs_found_without_rows_have_ended_in_the_order_in_which_they_did(found
         write_job_end(directory, end_of(record_of(name), ended_s=CREATED_S + ended_s))
     found.take()
     oldest = []
-    while (row := found.journal.oldest_ended()) is not None:
+    while (row := found.journal.oldest_ended(found.journal.num_ended)) is not None:
         oldest.append(row.job_id)
         remove(found.journal, found.jobs / row.job_id)
     assert oldest == ["b", "c", "a"]
