@@ -92,15 +92,17 @@ class FairQueue(Generic[T]):
         """Takes the next item of a tenant that may run one; None if there is none."""
         passed: list[_Tenant[T]] = []
         found = None
-        while self._heap and len(self):
-            tenant = heapq.heappop(self._heap)
-            if tenant.waiting and may_run(tenant.name):
-                found = tenant
-                break
-            passed.append(tenant)
+        try:
+            while self._heap and len(self):
+                passed.append(heapq.heappop(self._heap))
+                if passed[-1].waiting and may_run(passed[-1].name):
+                    found = passed.pop()
+                    break
+        finally:
+            if found is None:  # also where `may_run` raises
+                for tenant in passed:
+                    heapq.heappush(self._heap, tenant)
         if found is None:
-            for tenant in passed:
-                heapq.heappush(self._heap, tenant)
             return None
         self._now = found.start
         for tenant in passed:

@@ -100,14 +100,17 @@ class Settings:
     worker_transport: str = "unix"
     """How the orchestrator reaches its workers: "unix" sockets, or "tcp" on loopback."""
     max_queued_jobs: int = 16
-    """Jobs that may wait for a lane; the next one is refused."""
+    """Jobs that may wait for a lane; the next one is refused. Where the access file names several tenants, one without a
+    limit of its own may have half of them, rounded up."""
     kept_jobs: int = 64
-    """Finished jobs whose events and artifacts are kept; the oldest is removed first."""
+    """Finished jobs of all tenants whose events and artifacts are kept; the oldest of the tenant that has the most is
+    removed first."""
     kept_age_s: float = 0.0
     """Seconds that artifacts are kept after their job has ended; 0: as long as the job."""
     kept_bytes: int = 0
-    """Bytes that the listed artifacts of all finished jobs may take; the oldest are removed first, the newest job's
-    never. Event logs, each as large as its job's stream, do not count: kept_jobs bounds them. 0: any number."""
+    """Bytes that the listed artifacts of all finished jobs may take; the oldest of the tenant that has the most bytes
+    are removed first, the newest job's never. Event logs, each as large as its job's stream, do not count: kept_jobs
+    bounds them. 0: any number."""
     video_bit_rate: int = VIDEO_BIT_RATE
     """Bits per second of the H.264 track, on average."""
     preview_max_side: int = 256

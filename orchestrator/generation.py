@@ -18,7 +18,6 @@ from orchestrator.job_files import request_digest
 from orchestrator.model_info import ModelInfo
 from orchestrator.scheduler import Scheduler
 from orchestrator.staging import staging
-from orchestrator.tenants import check_limits
 
 
 class GenerateDesk:
@@ -47,8 +46,7 @@ class GenerateDesk:
         if asked.branch is None:
             return self._scheduler.submit(record, prepared=None, request_digest=digest, caller=caller)
         self._scheduler.check_open()
-        usage = self._scheduler.usage(caller.tenant)
-        check_limits(self._scheduler.tenants, usage, caller.tenant, record.plan.clip.num_frames)
+        self._scheduler.check_limits(caller.tenant, record.plan.clip.num_frames)
         with staging(self._settings.data) as directory:
             source = self._scheduler.job(asked.branch.job_id, caller)
             media = await prepare(source, asked.branch.from_chunk, directory)

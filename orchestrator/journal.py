@@ -14,7 +14,7 @@ import os
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 JOURNAL_NAME = "journal.db"
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 STATES: tuple[State, ...] = get_args(State)
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_MS = 5_000
 """How long a change waits for somebody who reads the file, as a backup does."""
 
@@ -52,7 +52,7 @@ CREATE TABLE jobs (
     checksum INTEGER NOT NULL
 ) STRICT
 """
-_SCHEMA = (
+_SCHEMA_1 = (
     _TABLE.strip(),
     "CREATE TABLE boots (boot_id TEXT NOT NULL) STRICT",
     "CREATE INDEX jobs_of_tenant ON jobs (tenant, number)",
@@ -61,6 +61,11 @@ _SCHEMA = (
     "CREATE UNIQUE INDEX ended_jobs ON jobs (end_order) WHERE end_order IS NOT NULL",
     "CREATE INDEX jobs_with_artifacts ON jobs (end_order) WHERE artifact_bytes > 0",
 )
+_NEW_IN_2 = (
+    "CREATE INDEX ended_jobs_of_tenant ON jobs (tenant, end_order) WHERE end_order IS NOT NULL",
+    "CREATE INDEX jobs_with_artifacts_of_tenant ON jobs (tenant, end_order) WHERE artifact_bytes > 0",
+)
+_SCHEMA = _SCHEMA_1 + _NEW_IN_2
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 _TROUBLE = frozenset(
     (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
@@ -112,14 +117,18 @@ WHERE job_id = ?
 
 @dataclass
 class _Sums:
-    """What jobs that have ended come to."""
+    """What each tenant's jobs that have ended come to."""
 
-    num_ended: int = 0
+    num_ended: Counter[str] = field(default_factory=Counter)
     """Those jobs."""
-    artifact_bytes: int = 0
+    artifact_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of their artifacts."""
     stored_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of their events and artifacts, of each tenant."""
+    """Bytes of their events and artifacts."""
+
+    def copy(self) -> _Sums:
+        """The same, for itself."""
+        return _Sums(self.num_ended.copy(), self.artifact_bytes.copy(), self.stored_bytes.copy())
 
 
 class Journal:
@@ -189,7 +198,7 @@ class Journal:
         if self._connection.in_transaction:
             yield
             return
-        sums = dataclasses.replace(self._sums, stored_bytes=self._sums.stored_bytes.copy())
+        sums = self._sums.copy()
         with self._writing():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -242,18 +251,22 @@ class Journal:
         return self._sums.stored_bytes[tenant]
 
     @property
-    def num_ended(self) -> int:
-        """Jobs that have ended."""
+    def num_ended(self) -> Mapping[str, int]:
+        """Jobs of each tenant that have ended."""
         return self._sums.num_ended
 
     @property
-    def artifact_bytes(self) -> int:
-        """Bytes of all artifacts of jobs that have ended."""
+    def artifact_bytes(self) -> Mapping[str, int]:
+        """Bytes of all artifacts of each tenant's jobs that have ended."""
         return self._sums.artifact_bytes
 
-    def oldest_ended(self) -> JobRow | None:
-        """The job that ended first."""
-        return self._one("WHERE end_order IS NOT NULL ORDER BY end_order LIMIT 1")
+    def oldest_ended(self, tenants: Collection[str]) -> JobRow | None:
+        """The job of these tenants that ended first."""
+        return self._oldest_of(tenants, "end_order IS NOT NULL")
+
+    def oldest_with_artifacts_of(self, tenants: Collection[str]) -> JobRow | None:
+        """The job of these tenants that ended first of those whose artifacts are still there."""
+        return self._oldest_of(tenants, "artifact_bytes > 0")
 
     def oldest_with_artifacts(self) -> JobRow | None:
         """The job that ended first of those whose artifacts are still there."""
@@ -288,6 +301,10 @@ class Journal:
                 execute(statement)
             execute("INSERT INTO boots VALUES ('')")
             execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        elif version == 1 and found == set(_SCHEMA_1):
+            for statement in _NEW_IN_2:
+                execute(statement)
+            execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION or found != set(_SCHEMA):
             raise sqlite3.DatabaseError(f"its tables are not those of version {SCHEMA_VERSION}")
         execute("COMMIT")
@@ -316,9 +333,17 @@ class Journal:
     def _count(self, row: JobRow, sign: int) -> None:
         """Keeps the sums, which would take long to ask for."""
         if row.ended_s is not None:
-            self._sums.num_ended += sign
-            self._sums.artifact_bytes += sign * row.artifact_bytes
+            self._sums.num_ended[row.tenant] += sign
+            self._sums.artifact_bytes[row.tenant] += sign * row.artifact_bytes
             self._sums.stored_bytes[row.tenant] += sign * row.stored_bytes
+
+    def _oldest_of(self, tenants: Collection[str], condition: str) -> JobRow | None:
+        """The job that ended first of those of the tenants that meet a condition, by a look at each tenant's first."""
+        query = f"SELECT end_order FROM jobs WHERE tenant = ? AND {condition} ORDER BY end_order LIMIT 1"
+        with self._reading():
+            found = [self._connection.execute(query, (tenant,)).fetchone() for tenant in tenants]
+        first = min((end_order for columns in found if columns is not None for end_order in columns), default=None)
+        return None if first is None else self._one("WHERE end_order = ?", first)
 
     def _one(self, condition: str, *values: object) -> JobRow | None:
         return next(self._select(condition, *values), None)

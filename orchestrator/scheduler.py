@@ -34,7 +34,7 @@ from orchestrator.journal import State
 from orchestrator.lane import Lane
 from orchestrator.recovery import run_job
 from orchestrator.shelf import Limits
-from orchestrator.tenants import NoLimits, TenantPolicy, check_limits, may_run_another
+from orchestrator.tenants import NoLimits, TenantPolicy, check_limits, check_queue_share, may_run_another
 from orchestrator.waiting_jobs import WaitingJobs
 from services.common.logs import job_context
 
@@ -114,6 +114,13 @@ class Scheduler:
                 retry_after_s=RETRY_AFTER_S,
             )
 
+    def check_limits(self, tenant: str, num_frames: int) -> None:
+        """Raises QuotaExceededError if one more job, of so many frames, is more than its tenant may have."""
+        usage = self.usage(tenant)
+        check_limits(self.tenants, usage, tenant, num_frames)
+        num_queued = usage.num_queued_jobs - self._num_idle_lanes
+        check_queue_share(self.tenants, tenant, num_queued, self._max_queued_jobs)
+
     def known_job(self, caller: Caller, key: str, request_digest: str) -> Job | None:
         """The job that an earlier request of the caller's tenant with this idempotency key made; None for a new or an
         empty key.
@@ -151,7 +158,7 @@ class Scheduler:
         if (known := self.known_job(caller, key, request_digest)) is not None:
             return known, True
         self.check_open()
-        check_limits(self.tenants, self.usage(caller.tenant), caller.tenant, record.plan.clip.num_frames)
+        self.check_limits(caller.tenant, record.plan.clip.num_frames)
         record.tenant = caller.tenant
         job = self._store.add(record, prepared)
         self._take_in(job)
@@ -241,11 +248,28 @@ class Scheduler:
         return sum(job.tenant == tenant for job in self._running)
 
     async def _serve(self, lane: Lane) -> None:
-        """One lane's life: the next job, to its end, and again."""
+        """One lane's life: the next job, to its end, and again, whatever fails that nobody has thought of."""
         while True:
-            job = await self._next(lane)
-            with job_context(job.job_id):
-                await self._run(job, lane)
+            job = None
+            try:
+                job = await self._next(lane)
+                with job_context(job.job_id):
+                    if self._begin(job):
+                        await self._run(job, lane)
+            except Exception as error:
+                log.exception("a lane's task has failed; it goes on in %g s", RETRY_AFTER_S)
+                if job is not None and not job.left.is_set():
+                    self._give_up(job, error)
+                await asyncio.sleep(RETRY_AFTER_S)
+
+    def _give_up(self, job: Job, failure: Exception) -> None:
+        """Ends a job that is with a lane whose task has failed."""
+        self._running.pop(job, None)
+        self._ends_with.pop(job, None)
+        try:
+            self._end(job, as_told(failure, job.job_id))
+        except Exception:
+            log.exception("job %s cannot be ended as it should", job.job_id)
 
     async def _run(self, job: Job, lane: Lane) -> None:
         """A job on a lane, which is free for the next one afterwards."""
@@ -262,7 +286,7 @@ class Scheduler:
                 self._store.sweep(job)  # what workers that were not cleared left while they lived
 
     async def _next(self, lane: Lane) -> Job:
-        """The next job for a lane, which is on it from now on."""
+        """The next job for a lane, which waits no longer."""
         while True:
             self._num_idle_lanes += 1
             while not self._waiting:
@@ -277,7 +301,7 @@ class Scheduler:
                 self._num_idle_lanes += 1
                 await self._has_jobs.wait()
                 self._num_idle_lanes -= 1
-            elif self._begin(job):
+            else:
                 return job
 
     def _pop(self) -> Job | None:
@@ -320,8 +344,8 @@ class Scheduler:
             log.warning("job %s ended in phase %s: %s: %s", job.job_id, job.phase.value, error.reason, error)
         self._pending_frames[job.tenant] -= job.clip.num_frames
         self._store.end(job, error)
-        self._store.tidy()
         self._has_jobs.set()  # its tenant may run another one
+        self._store.tidy()
 
     def _end_running(self, job: Job, error: GenerationError) -> None:
         """Tells a job on a lane to end with an error, if it is on one. The first error counts."""
@@ -349,16 +373,24 @@ class Scheduler:
         workers are doing."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._end_late_jobs()
-            self._store.tidy()
-            for job in self._store.live():
-                if not job.log.num_followers:
-                    continue
-                if job not in self._running:
-                    self._count_positions()
-                    job.tell_position()
-                if self._clock() - job.last_event_s >= HEARTBEAT_S:
-                    job.show_life()
+            try:
+                self._end_late_jobs()
+                self._store.tidy()
+                self._show_life()
+            except Exception:
+                log.exception("jobs cannot be looked after; trying again in %g s", RETRY_AFTER_S)
+                await asyncio.sleep(RETRY_AFTER_S)
+
+    def _show_life(self) -> None:
+        """Lets those who follow jobs know that they live."""
+        for job in self._store.live():
+            if not job.log.num_followers:
+                continue
+            if job not in self._running:
+                self._count_positions()
+                job.tell_position()
+            if self._clock() - job.last_event_s >= HEARTBEAT_S:
+                job.show_life()
 
 
 def _is_own(failure: BaseException | None) -> bool:
@@ -383,8 +415,9 @@ async def _clear(lane: Lane, job: Job) -> bool:
     """Frees what the job held on its lane; False if a worker does not answer."""
     try:
         await lane.clear(job.job_id)
-    except GenerationError as failure:
-        log.warning("lane cannot be cleared after job %s: %s", job.job_id, failure)
+    except Exception as failure:  # whatever it is: the lane is restarted
+        is_expected = isinstance(failure, GenerationError)
+        log.warning("lane cannot be cleared after job %s: %s", job.job_id, failure, exc_info=not is_expected)
         return False
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ class Limits:
     """What is kept of finished jobs."""
 
     num_jobs: int
-    """Jobs with their events and artifacts; at least 1."""
+    """Jobs of all tenants with their events and artifacts; at least 1."""
     age_s: float = 0.0
     """Seconds that artifacts are kept; 0: for ever."""
     num_bytes: int = 0
@@ -43,29 +43,46 @@ class Shelf:
         self._wall_clock = wall_clock
 
     def tidy(self) -> None:
-        """Removes what is beyond the limits, the oldest first. The newest artifacts are never too large.
+        """Removes what is beyond the limits: what is too old, and of what is too much the oldest of the tenant that has
+        the most. The newest artifacts of all are never too large.
 
         What cannot be removed is left to the next call.
         """
         try:
-            while self._journal.num_ended > self._limits.num_jobs and (row := self._journal.oldest_ended()) is not None:
+            while (row := self._one_too_many()) is not None:
                 self._remove_job(row, f"more than {self._limits.num_jobs} jobs have finished (kept_jobs)")
             while (found := self._beyond_limits()) is not None:
                 self._remove_artifacts(*found)
         except PhaseError as error:
             log.error("what is beyond the limits cannot be removed: %s", error)
 
+    def _one_too_many(self) -> JobRow | None:
+        """The job that must go next, if there are too many."""
+        num_jobs = self._journal.num_ended
+        if sum(num_jobs.values()) <= self._limits.num_jobs:
+            return None
+        return self._journal.oldest_ended(_with_the_most(num_jobs))
+
     def _beyond_limits(self) -> tuple[JobRow, str] | None:
         """The job whose artifacts must go next, and why."""
-        limits, journal = self._limits, self._journal
-        is_too_much = limits.num_bytes and journal.artifact_bytes > limits.num_bytes
-        if not (limits.age_s or is_too_much) or (oldest := journal.oldest_with_artifacts()) is None:
-            return None
-        if limits.age_s and oldest.ended_s is not None and self._wall_clock() - oldest.ended_s > limits.age_s:
-            return oldest, f"its job ended more than {limits.age_s:g} s ago (kept_age_s)"
-        if is_too_much and oldest != journal.newest_with_artifacts():
-            return oldest, f"artifacts took more than {limits.num_bytes} bytes (kept_bytes)"
+        limits = self._limits
+        if limits.age_s and (oldest := self._journal.oldest_with_artifacts()) is not None:
+            assert oldest.ended_s is not None
+            if self._wall_clock() - oldest.ended_s > limits.age_s:
+                return oldest, f"its job ended more than {limits.age_s:g} s ago (kept_age_s)"
+        if limits.num_bytes and (row := self._too_large()) is not None:
+            return row, f"artifacts took more than {limits.num_bytes} bytes (kept_bytes)"
         return None
+
+    def _too_large(self) -> JobRow | None:
+        """The job whose artifacts must go next, if there are too many bytes of them."""
+        num_bytes = dict(self._journal.artifact_bytes)
+        if sum(num_bytes.values()) <= self._limits.num_bytes:
+            return None
+        newest = self._journal.newest_with_artifacts()
+        if newest is not None and num_bytes[newest.tenant] == newest.artifact_bytes:
+            del num_bytes[newest.tenant]  # it has no others, and these stay
+        return self._journal.oldest_with_artifacts_of(_with_the_most(num_bytes))
 
     def _remove_job(self, row: JobRow, reason: str) -> None:
         self._record(row, self._artifacts(row), reason)
@@ -112,3 +129,9 @@ class Shelf:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk, which removing makes room on
             log.warning("removed %s, which cannot be recorded (%s): %s", row.job_id, error.strerror, reason)
+
+
+def _with_the_most(amounts: Mapping[str, int]) -> list[str]:
+    """The tenants that have most; none where nobody has anything."""
+    most = max(amounts.values(), default=0)
+    return [tenant for tenant, amount in amounts.items() if amount == most > 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,12 @@ from orchestrator.model_info import ModelInfo
 from orchestrator.refine import SOURCE_LATENTS, SOURCE_VIDEO
 from orchestrator.scheduler import RETRY_AFTER_S, Scheduler
 from orchestrator.staging import staging, take_over
-from orchestrator.tenants import check_limits
 from orchestrator.upload import Messages, read_end, read_header, receive, upload_violations
 from services.common.refusal import refuse
 
 MAX_UPLOADS = 8
-"""Uploads under way at a time, each of which takes a place on the disk for as long as it lasts."""
+"""Uploads under way at a time, each of which takes a place on the disk for as long as it lasts; where there are several
+tenants, one has half of them at most."""
 SPEC, UPLOAD = "spec", "upload"
 """Fields of a header, as violations name them."""
 
@@ -64,7 +65,7 @@ class RefineDesk:
         self._model = model
         self._adapters = adapters
         self._settings = settings
-        self._num_uploads = 0
+        self._num_uploads: Counter[str] = Counter()  # of each tenant that has some
 
     async def submit(self, messages: Messages, caller: Caller) -> tuple[Job, bool]:
         """The job of a call, once all has come and been checked, and whether it is that of an earlier request with
@@ -84,15 +85,14 @@ class RefineDesk:
                 await read_end(messages)
                 return known, True
         self._scheduler.check_open()
-        usage = self._scheduler.usage(caller.tenant)
-        check_limits(self._scheduler.tenants, usage, caller.tenant, num_frames=0)  # what is full already
+        self._scheduler.check_limits(caller.tenant, num_frames=0)  # what is full already
         with staging(self._settings.data) as directory:
             match header.WhichOneof("source"):
                 case "job_id":
                     found = await self._from_job(header.job_id, spec, caller, directory)
                     await read_end(messages)
                 case "upload":
-                    found = await self._from_upload(header.upload, spec, messages, directory)
+                    found = await self._from_upload(header.upload, spec, messages, directory, caller.tenant)
                 case _:
                     rule = "name a job_id, or announce an upload"
                     raise invalid_request([FieldViolation("source", f"source is missing; {rule}")])
@@ -125,7 +125,7 @@ class RefineDesk:
         return _Clip(source.prompt, source.clip, _source(job_id, latents.sha256, video is not None))
 
     async def _from_upload(
-        self, upload: video_pb2.LatentsUpload, spec: RefineSpec, messages: Messages, directory: Path
+        self, upload: video_pb2.LatentsUpload, spec: RefineSpec, messages: Messages, directory: Path, tenant: str
     ) -> _Clip:
         """The clip of uploaded latents, which come with what is to be known of it; the seed and shifts that they do not
         tell are the model's."""
@@ -134,7 +134,7 @@ class RefineDesk:
         longest = dataclasses.replace(self._model.default_dense_clip, num_frames=MAX_FRAMES)
         resolve_refinement(spec, longest, self._adapters, SPEC)  # what no clip allows is told before anything is sent
         path = directory / SOURCE_LATENTS
-        with self._upload():
+        with self._upload(tenant):
             sha256 = await receive(messages, upload, path)
         try:
             file = await asyncio.to_thread(read_latents, path, self._model.default_dense_clip)
@@ -143,18 +143,26 @@ class RefineDesk:
         return _Clip(upload.prompt, file.clip, _source("", sha256, has_video=False))
 
     @contextlib.contextmanager
-    def _upload(self) -> Iterator[None]:
-        """A place for an upload. Raises OverloadedError if all are taken."""
-        if self._num_uploads == MAX_UPLOADS:
+    def _upload(self, tenant: str) -> Iterator[None]:
+        """A place for an upload. Raises OverloadedError if all are taken, or all that the tenant may have."""
+        if self._num_uploads.total() == MAX_UPLOADS:
             raise OverloadedError(
                 f"{MAX_UPLOADS} uploads are under way, the most at a time; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._num_uploads += 1
+        most = MAX_UPLOADS if self._scheduler.tenants.num_tenants() == 1 else MAX_UPLOADS // 2
+        if self._num_uploads[tenant] >= most:
+            raise OverloadedError(
+                f"tenant {tenant} has {self._num_uploads[tenant]} uploads under way of at most {most}, half of the "
+                f"server's {MAX_UPLOADS}; try again when one of them has ended",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_uploads[tenant] += 1
         try:
             yield
         finally:
-            self._num_uploads -= 1
+            self._num_uploads[tenant] -= 1
+            self._num_uploads += Counter()  # drops those that have none
 
 
 def refuse_order(header: video_pb2.RefineHeader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from h3stream.errors import QuotaExceededError
@@ -22,6 +23,9 @@ class TenantPolicy(Protocol):
     def weight(self, tenant: str) -> float:
         """Its share of the lanes, in proportion to those of the others that wait; above 0."""
 
+    def num_tenants(self) -> int:
+        """Tenants that there are; where there is more than one, each leaves room for another."""
+
 
 class NoLimits:
     """All tenants alike, without limits."""
@@ -33,6 +37,10 @@ class NoLimits:
     def weight(self, tenant: str) -> float:
         """1, as for all."""
         return 1.0
+
+    def num_tenants(self) -> int:
+        """1: nobody is told from another."""
+        return 1
 
 
 def check_limits(policy: TenantPolicy, usage: TenantUsage, tenant: str, num_frames: int) -> None:
@@ -63,6 +71,25 @@ def check_limits(policy: TenantPolicy, usage: TenantUsage, tenant: str, num_fram
             "(max_stored_bytes)",
             "delete jobs that have ended",
             RETRY_STORED_AFTER_S,
+        )
+
+
+def check_queue_share(policy: TenantPolicy, tenant: str, num_queued_jobs: int, max_queued_jobs: int) -> None:
+    """Raises QuotaExceededError if a tenant without a limit of its own would hold more than half of the queue where
+    there are others.
+
+    num_queued_jobs: of the tenant, without as many as there are idle lanes.  max_queued_jobs: of the server.
+    """
+    if policy.num_tenants() == 1 or policy.limits(tenant).max_queued_jobs:
+        return
+    most = math.ceil(max_queued_jobs / 2)
+    if num_queued_jobs >= most:
+        raise _refused(
+            tenant,
+            f"has {num_queued_jobs} jobs waiting of at most {most}, half of the server's max_queued_jobs of "
+            f"{max_queued_jobs}, which leaves room for other tenants",
+            "try again when one of them has begun, or cancel one; the access file can give the tenant a "
+            "max_queued_jobs of its own",
         )
 
 

@@ -80,6 +80,11 @@ class AccessStore:
         """A tenant's share of the lanes, against those of others."""
         return self._tenant(tenant).weight
 
+    def num_tenants(self) -> int:
+        """Tenants that the file names; 1 without a file."""
+        self._reload()
+        return max(1, self._num_tenants)
+
     def _tenant(self, name: str) -> Tenant:
         self._reload()
         return self._tenants.get(name, Tenant())
@@ -116,6 +121,8 @@ class AccessStore:
         self._keys: dict[str, Key] = {key.key_id: key for key in access.keys}
         self._certificates = {entry.name: entry for entry in access.certificates}
         self._tenants = access.tenants
+        named = {key.tenant for key in access.keys} | {entry.tenant for entry in access.certificates}
+        self._num_tenants = len(named | access.tenants.keys())
 
 
 def _certificate_id(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,9 +32,11 @@ class CoreCaller:
 
     async def refine(self, **fields: Any) -> jobs_pb2.SubmitRefinementResponse:
         header = video_pb2.RefineHeader(**fields)
-        refinement = video_pb2.RefineAudioRequest(header=header)
-        messages = iter([jobs_pb2.SubmitRefinementRequest(refinement=refinement)])
-        return await self._jobs.SubmitRefinement(messages, metadata=self.metadata).read()
+        return await self.refinement(sent([video_pb2.RefineAudioRequest(header=header)])).read()
+
+    def refinement(self, messages: AsyncIterator[video_pb2.RefineAudioRequest]) -> Any:
+        submitted = (jobs_pb2.SubmitRefinementRequest(refinement=message) async for message in messages)
+        return self._jobs.SubmitRefinement(submitted, metadata=self.metadata)
 
     async def follow(self, job_id: str) -> jobs_pb2.FollowResponse:
         return await self._jobs.Follow(jobs_pb2.FollowRequest(job_id=job_id), metadata=self.metadata).read()
@@ -67,6 +69,12 @@ class CoreCaller:
 
     async def info(self) -> video_pb2.GetServerInfoResponse:
         return await self._videos.GetServerInfo(video_pb2.GetServerInfoRequest(), metadata=self.metadata)
+
+
+async def sent(messages: Iterable[video_pb2.RefineAudioRequest]) -> AsyncIterator[video_pb2.RefineAudioRequest]:
+    """The messages of a call."""
+    for message in messages:
+        yield message
 
 
 @asynccontextmanager

@@ -26,6 +26,10 @@ class Policy(NoLimits):
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, TenantLimits] = {}
+        self.number = 1
+
+    def num_tenants(self) -> int:
+        return self.number
 
     def limits(self, tenant: str) -> TenantLimits:
         return self.by_tenant.get(tenant, TenantLimits())
@@ -206,6 +210,24 @@ async def test_a_tenant_has_no_more_jobs_waiting_than_it_may(
     await other.submit()
     await studio.cancel(waiting)
     await studio.submit()
+
+
+@pytest.mark.parametrize("max_queued_jobs", [3])
+async def test_one_tenant_does_not_fill_the_queue_for_all(
+    service: Service, people: list[CoreCaller], tenants: Policy, max_queued_jobs: int
+) -> None:
+    tenants.number = 2
+    studio, other, *_ = people
+    service.script.gates["sample:0.1"] = asyncio.Event()
+    running = (await studio.submit()).job_id
+    await until(service, "sample:0.1")
+    for _ in range(2):
+        await studio.submit()
+    message = await refused(studio.submit())
+    assert "studio has 2 jobs waiting of at most 2, half of the server's max_queued_jobs of 3" in message
+    assert "half of the server's" in await refused(studio.refine(job_id=running))
+    await other.submit()
+    assert (await status_of(other.submit()))[0] == "RESOURCE_EXHAUSTED", "the queue is full"
 
 
 async def test_a_tenant_has_no_more_frames_pending_than_it_may(

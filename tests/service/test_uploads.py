@@ -23,6 +23,7 @@ from orchestrator.lane import Lane
 from orchestrator.latents import MAX_FILE_BYTES
 from orchestrator.scheduler import INCOMING, Scheduler
 from services.common import rpc
+from tests.service.callers import callers, sent, status_of
 from tests.service.conftest import CLIP, Service
 from tests.service.fake_workers import FakeLaneHost, Script, latents_file
 from tests.service.test_cancel_and_queue import start, until
@@ -276,6 +277,31 @@ async def test_more_uploads_than_there_are_places_are_refused(
         with pytest.raises(asyncio.CancelledError):
             await reading
     assert kinds(await send(service, [header(), *data_messages(FILE)]))[-1] == "completed"
+
+
+async def test_one_of_several_tenants_has_at_most_half_of_the_uploads(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "MAX_UPLOADS", 2)
+    async with callers(service, ("studio", "generate"), ("other", "generate")) as [studio, other]:
+        for num_tenants, num_places in ((2, 1), (1, 2)):
+            monkeypatch.setattr(service.scheduler.tenants, "num_tenants", lambda number=num_tenants: number)
+            async with asyncio.timeout(20):
+                calls = []
+                for number in range(num_places):
+                    calls.append(studio.refinement(endless([header()])))
+                    while len(list((service.data / INCOMING).glob("*/*"))) == number:
+                        await asyncio.sleep(0.01)
+                status, message = await status_of(studio.refinement(sent([header(), *data_messages(FILE)])).read())
+                assert status == "RESOURCE_EXHAUSTED"
+                if num_tenants == 2:
+                    assert "tenant studio has 1 uploads under way of at most 1, half of the server's 2" in message
+                    assert (await other.refinement(sent([header(), *data_messages(FILE)])).read()).job_id
+                for call in calls:
+                    call.cancel()
+                while list((service.data / INCOMING).glob("*")):
+                    await asyncio.sleep(0.01)
+        assert (await studio.refinement(sent([header(), *data_messages(FILE)])).read()).job_id
 
 
 @pytest.mark.parametrize("max_queued_jobs", [1])

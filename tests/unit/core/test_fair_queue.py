@@ -87,6 +87,21 @@ def test_nothing_is_popped_where_nobody_may_run_and_nothing_changes() -> None:
     assert list(queue.positions()) == before
 
 
+def test_nothing_changes_where_it_cannot_be_told_who_may_run() -> None:
+    queue = filled([("a", NORMAL, 22), ("b", NORMAL, 22), ("a", HIGH, 22)])
+    before = list(queue.positions())
+
+    def only_a_can_be_told(tenant: str) -> bool:
+        if tenant == "b":
+            raise OSError("no")
+        return False
+
+    with pytest.raises(OSError, match="no"):
+        queue.pop(only_a_can_be_told)
+    assert list(queue.positions()) == before
+    assert popped(queue) == [item for item, _ in before]
+
+
 def test_an_item_waits_once() -> None:
     queue = filled([("a", NORMAL, 22)])
     with pytest.raises(AssertionError, match="waits already"):

@@ -130,19 +130,48 @@ def test_sums_are_those_of_jobs_that_have_ended(journal: Journal, path: Path) ->
     end(journal, "c", stored_bytes=100, artifact_bytes=100)
     for opened in (journal, Journal(path)):
         assert [opened.stored_bytes(tenant) for tenant in ("ann", "bob", "eve")] == [37, 100, 0]
-        assert (opened.num_ended, opened.artifact_bytes) == (3, 120)
+        assert opened.num_ended == {"ann": 2, "bob": 1}
+        assert opened.artifact_bytes == {"ann": 20, "bob": 100}
     journal.set_stored_bytes("a", 10, 0)
     journal.remove("c")
     assert [journal.stored_bytes(tenant) for tenant in ("ann", "bob")] == [17, 0]
-    assert (journal.num_ended, journal.artifact_bytes) == (2, 0)
+    assert journal.num_ended == {"ann": 2, "bob": 0}
+    assert journal.artifact_bytes == {"ann": 0, "bob": 0}
 
 
 def test_jobs_ended_in_the_order_in_which_they_did_whatever_the_clock_says(journal: Journal) -> None:
     for name, ended_s, artifact_bytes in (("a", 900.0, 0), ("c", 20.0, 5), ("b", 500.0, 5), ("d", 10.0, 0)):
         journal.add(row(name))
         end(journal, name, ended_s=ended_s, artifact_bytes=artifact_bytes)
-    found = journal.oldest_ended(), journal.oldest_with_artifacts(), journal.newest_with_artifacts()
+    found = journal.oldest_ended(["ann"]), journal.oldest_with_artifacts(), journal.newest_with_artifacts()
     assert names(found) == ["a", "c", "b"]
+
+
+def test_the_oldest_of_some_tenants_is_none_of_others(journal: Journal) -> None:
+    for name, tenant, artifact_bytes in (("a", "ann", 0), ("b", "bob", 5), ("c", "eve", 5), ("d", "ann", 5)):
+        journal.add(row(name, tenant=tenant))
+        end(journal, name, artifact_bytes=artifact_bytes)
+    assert names([journal.oldest_ended(["eve", "bob"]), journal.oldest_ended(["ann", "bob"])]) == ["b", "a"]
+    found = journal.oldest_with_artifacts_of(["eve", "ann"]), journal.oldest_with_artifacts_of(["ann"])
+    assert names(found) == ["c", "d"]
+    assert journal.oldest_ended(["nobody"]) is None
+    assert journal.oldest_ended([]) is None
+
+
+def test_a_journal_of_version_1_goes_on(journal: Journal, path: Path) -> None:
+    journal.add(row("a"))
+    end(journal, "a", artifact_bytes=5)
+    journal.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP INDEX ended_jobs_of_tenant")
+        connection.execute("DROP INDEX jobs_with_artifacts_of_tenant")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    for _ in range(2):
+        changed = Journal(path)
+        assert not changed.was_damaged
+        assert names([changed.oldest_ended(["ann"])]) == ["a"]
+        changed.close()
 
 
 def _break_off(journal: Journal) -> None:
@@ -161,7 +190,7 @@ def test_changes_that_belong_together_all_happen_or_none(journal: Journal, path:
         _break_off(journal)
     for opened in (journal, Journal(path)):
         assert names(opened.live()) == ["a"]
-        assert opened.num_ended == 1
+        assert opened.num_ended == {"ann": 1}
         assert opened.stored_bytes("ann") == 30
 
 
@@ -238,7 +267,8 @@ def test_a_file_that_is_empty_is_a_journal_that_was_not_begun(path: Path) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        "PRAGMA user_version = 2",
+        "PRAGMA user_version = 3",
+        "PRAGMA user_version = 1",
         "DROP INDEX jobs_of_tenant",
         "ALTER TABLE jobs ADD COLUMN colour TEXT",
         "UPDATE jobs SET tenant = 'bob'",
@@ -277,7 +307,8 @@ def test_nothing_that_is_asked_for_often_reads_all_jobs(journal: Journal) -> Non
     journal.find_key("ann", "k")
     journal.page("ann", (), "", 5)
     journal.page(None, (), "", 5)
-    journal.oldest_ended()
+    journal.oldest_ended(["ann", "bob"])
+    journal.oldest_with_artifacts_of(["ann", "bob"])
     journal.oldest_with_artifacts()
     journal.newest_with_artifacts()
     journal.remove("a")
@@ -288,3 +319,4 @@ def test_nothing_that_is_asked_for_often_reads_all_jobs(journal: Journal) -> Non
             plan = journal._connection.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall()
             steps = [detail for *_, detail in plan]
             assert "SCAN jobs" not in steps, f"{statement}: {steps}"
+            assert "USE TEMP B-TREE FOR ORDER BY" not in steps or "ended_s IS NULL" in statement, statement

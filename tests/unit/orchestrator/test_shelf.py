@@ -37,10 +37,11 @@ class Shelves:
         self.limits = Limits(**{"num_jobs": 9, **limits})
         self.shelf = Shelf(data, self.journal, self.limits, self.clock)
 
-    def end(self, name: str, **sizes: int) -> None:
+    def end(self, name: str, *, tenant: str = "default", **sizes: int) -> None:
         """A job that ends now with artifacts of these sizes, a second after the one before it."""
         self.clock.now_s += 1
         record = record_of(name)
+        record.tenant = tenant
         directory = make_directory(self.jobs, record)
         self.journal.add(row_of(record))
         for artifact, size in sizes.items():
@@ -122,6 +123,54 @@ def test_the_newest_job_keeps_what_it_made_whatever_it_weighs(tmp_path: Path) ->
     assert made.left() == {"a": set(), "b": set(), "c": set(), "d": {"clip"}}
 
 
+def test_who_makes_many_jobs_pushes_out_none_of_those_of_others(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_jobs=4)
+    made.end("a", tenant="alice", clip=10)
+    for number in range(20):
+        made.end(f"b{number}", tenant="bob")
+    assert set(made.left()) == {"a", "b17", "b18", "b19"}
+    assert made.left()["a"] == {"clip"}
+    for number in range(3):
+        made.end(f"c{number}", tenant="carol")
+    assert set(made.left()) == {"a", "b19", "c1", "c2"}, "of two that had as many, the one with the oldest lost it"
+
+
+def test_who_makes_much_pushes_out_nothing_of_others(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_jobs=30, num_bytes=100)
+    made.end("a", tenant="alice", clip=40)
+    for number in range(5):
+        made.end(f"b{number}", tenant="bob", clip=30)
+    left = made.left()
+    assert {name for name in left if left[name]} == {"a", "b3", "b4"}
+    for number in range(10):
+        made.end(f"c{number}", tenant="carol", clip=1)
+    assert {name for name in made.left() if made.left()[name]} == {"a", "b4", *(f"c{number}" for number in range(10))}
+
+
+def test_of_those_that_have_as_much_the_oldest_goes(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_bytes=100)
+    for name, tenant in (("a", "bob"), ("b", "alice"), ("c", "carol")):
+        made.end(name, tenant=tenant, clip=40)
+    assert made.left() == {"a": set(), "b": {"clip"}, "c": {"clip"}}
+
+
+def test_a_newest_clip_that_is_too_large_stays_alone_whosever_the_others_are(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, num_bytes=100)
+    made.end("a", tenant="alice", clip=40)
+    made.end("b", tenant="bob", clip=500)
+    assert made.left() == {"a": set(), "b": {"clip"}}
+    made.end("c", tenant="alice", clip=10)
+    assert made.left() == {"a": set(), "b": set(), "c": {"clip"}}
+
+
+def test_what_is_too_old_goes_whoever_has_it(tmp_path: Path) -> None:
+    made = Shelves(tmp_path, age_s=2.5)
+    made.end("a", tenant="alice", clip=1)
+    for number in range(3):
+        made.end(f"b{number}", tenant="bob", clip=1)
+    assert {name for name in made.left() if made.left()[name]} == {"b0", "b1", "b2"}
+
+
 def test_without_limits_nothing_goes(tmp_path: Path) -> None:
     made = Shelves(tmp_path)
     made.end("a", clip=1000)
@@ -161,7 +210,7 @@ def test_sums_are_those_of_what_is_left(tmp_path: Path) -> None:
     assert made.journal.stored_bytes("default") == 60 + log_bytes
     made.end("b", clip=50)
     assert made.journal.stored_bytes("default") == 50 + 2 * log_bytes
-    assert made.journal.artifact_bytes == 50
+    assert made.journal.artifact_bytes == {"default": 50}
 
 
 def test_a_record_that_cannot_be_written_stops_no_removal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,5 +268,5 @@ def test_artifacts_whose_removal_was_cut_short_go(tmp_path: Path) -> None:
     shelves.write_job_end(made.jobs / "a", end)  # and the server was killed
     made.end("b", clip=10)
     assert made.left() == {"a": set(), "b": {"clip"}}
-    assert made.journal.artifact_bytes == 10
+    assert made.journal.artifact_bytes == {"default": 10}
     assert made.record() == [], "the server that was killed had recorded it"

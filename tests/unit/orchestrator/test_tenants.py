@@ -6,14 +6,18 @@ import pytest
 
 from h3stream.errors import QuotaExceededError
 from h3stream.job import TenantLimits, TenantUsage
-from orchestrator.tenants import NoLimits, check_limits, may_run_another
+from orchestrator.tenants import NoLimits, check_limits, check_queue_share, may_run_another
 
 USAGE = TenantUsage(num_running_jobs=1, num_queued_jobs=2, num_pending_frames=117, num_stored_bytes=1000)
 
 
 class Limited(NoLimits):
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, num_tenants: int = 1, **limits: int) -> None:
+        self._num_tenants = num_tenants
         self._limits = TenantLimits(**limits)
+
+    def num_tenants(self) -> int:
+        return self._num_tenants
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits
@@ -63,3 +67,23 @@ def test_as_many_bytes_are_kept_as_the_limit_says() -> None:
 def test_as_many_jobs_run_as_the_limit_says() -> None:
     assert may_run_another(Limited(max_running_jobs=2), "studio", 1)
     assert not may_run_another(Limited(max_running_jobs=2), "studio", 2)
+
+
+@pytest.mark.parametrize(("num_places", "most"), [(16, 8), (5, 3), (1, 1)])
+def test_one_of_several_tenants_holds_at_most_half_of_the_queue(num_places: int, most: int) -> None:
+    check_queue_share(Limited(2), "studio", most - 1, num_places)
+    with pytest.raises(QuotaExceededError) as caught:
+        check_queue_share(Limited(2), "studio", most, num_places)
+    found = f"has {most} jobs waiting of at most {most}, half of the server's max_queued_jobs of {num_places}"
+    assert found in caught.value.message
+    assert caught.value.message.endswith("the access file can give the tenant a max_queued_jobs of its own")
+    assert caught.value.retry_after_s == 5
+
+
+def test_a_tenant_that_is_alone_or_has_a_limit_of_its_own_may_hold_more_than_half() -> None:
+    check_queue_share(Limited(1), "studio", 15, 16)
+    check_queue_share(Limited(3, max_queued_jobs=15), "studio", 14, 16)
+
+
+def test_where_nothing_may_wait_idle_lanes_are_still_used() -> None:
+    check_queue_share(Limited(2), "studio", -1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -114,7 +115,26 @@ def test_a_changed_file_counts_and_is_looked_at_once_a_second_at_most(path: Path
     assert (store.weight("other"), store.limits("other")) == (1, TenantLimits())
 
 
-@pytest.mark.parametrize("damage", ["half", "gone", "open to all"])
+def test_tenants_are_those_that_the_file_names_anywhere(path: Path) -> None:
+    assert AccessStore(None).num_tenants() == 1
+    write_access_file(path, AccessFile())
+    assert AccessStore(path).num_tenants() == 1
+    keys = tuple(dataclasses.replace(key_and_text(key_id)[0], tenant="a") for key_id in ("one", "two"))
+    write_access_file(path, AccessFile(keys=keys, tenants={"a": Tenant()}))
+    clocks = Clocks()
+    store = clocks.store(path)
+    assert store.num_tenants() == 1
+    certificate = Certificate("render", "b", ("generate",))
+    write_access_file(path, AccessFile(keys=keys, certificates=(certificate,), tenants={"c": Tenant()}))
+    clocks.now_s += CHECK_S
+    assert store.num_tenants() == 3
+
+
+def fail(path: Path) -> AccessFile:
+    raise OverflowError("nobody has thought of this")
+
+
+@pytest.mark.parametrize("damage", ["half", "gone", "open to all", "nested", "unforeseen"])
 def test_a_file_that_breaks_changes_nothing_and_is_logged_once(
     path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
