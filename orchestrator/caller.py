@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ _IMPLIED: dict[Scope, tuple[Scope, ...]] = {
 }
 
 METADATA_PREFIX = "x-h3stream-"
-"""Of metadata that only the edge may write: it drops what callers send of it."""
+"""Of metadata that the edge writes: of what callers send it hands on nothing."""
 TENANT_KEY, SCOPES_KEY, KEY_ID_KEY, REQUEST_ID_KEY = (
     METADATA_PREFIX + name for name in ("tenant", "scopes", "key-id", "request-id")
 )
@@ -82,8 +82,3 @@ def caller_of(context: Any) -> Caller:
         key_id=told.get(KEY_ID_KEY, ""),
         request_id=told.get(REQUEST_ID_KEY, ""),
     )
-
-
-def without_reserved(metadata: Sequence[tuple[str, str | bytes]]) -> list[tuple[str, str | bytes]]:
-    """A caller's metadata without what only the edge may write."""
-    return [(key, value) for key, value in metadata if not key.startswith(METADATA_PREFIX)]

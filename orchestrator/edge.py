@@ -35,10 +35,10 @@ from h3stream.status import is_connection_loss
 from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, video_pb2
 from orchestrator.access.audit import AuditLog
 from orchestrator.access.connections import ConnectionLimits
-from orchestrator.access.guard import AUTHORIZATION, Guard, current_call
+from orchestrator.access.guard import Guard, current_call
 from orchestrator.access.store import AccessStore
 from orchestrator.access.tls import server_credentials
-from orchestrator.caller import Caller, without_reserved
+from orchestrator.caller import Caller
 from orchestrator.download import read_artifact
 from orchestrator.edge_health import EdgeHealth
 from orchestrator.edge_settings import EdgeSettings
@@ -135,6 +135,7 @@ class Edge:
             self._audit.close()
 
     async def _generate(self, request: video_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+        current_call().job_id = request.branch.job_id  # until the new job is known: it may be refused
         submission = self._jobs.Submit(jobs_pb2.SubmitRequest(generation=request), metadata=_caller().metadata())
         async for record in self._submitted(submission, context):
             yield record
@@ -143,11 +144,13 @@ class Edge:
         self, requests: AsyncIterator[video_pb2.RefineAudioRequest], context: Any
     ) -> AsyncIterator[bytes]:
         refusal: InvalidRequestError | None = None
+        call = current_call()
 
         async def parts() -> AsyncIterator[jobs_pb2.SubmitRefinementRequest]:
             nonlocal refusal
             try:
                 async for request in requests:
+                    call.job_id = call.job_id or request.header.job_id  # until the new job is known
                     yield jobs_pb2.SubmitRefinementRequest(refinement=request)
             except InvalidRequestError as error:  # the core must not take what came before for the whole
                 refusal = error
@@ -204,7 +207,10 @@ class Edge:
         return self._jobs.Follow(jobs_pb2.FollowRequest(job_id=job_id), metadata=_caller().metadata())
 
     def _passing_on(self, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
-        """A handler that lets the core answer: bytes, deadline and metadata go there, bytes and status come back."""
+        """A handler that lets the core answer: bytes and deadline go there, bytes and status come back.
+
+        Of the caller's metadata nothing goes: it may hold what no call can carry on, and the core needs none of it.
+        """
         path = f"/{method.containing_service.full_name}/{method.name}"
         assert not method.client_streaming, f"{path} has no handler"
         assert not method.server_streaming, f"{path} has no handler"
@@ -213,7 +219,7 @@ class Edge:
         async def unary(request: bytes, context: Any) -> bytes:
             current_call().job_id = _job_id(method, request)
             async with _core_errors(context):
-                answer: bytes = await ask(request, timeout=context.time_remaining(), metadata=_passed_on(context))
+                answer: bytes = await ask(request, timeout=context.time_remaining(), metadata=_caller().metadata())
             return answer
 
         return grpc.unary_unary_rpc_method_handler(unary)
@@ -308,12 +314,6 @@ def _caller() -> Caller:
     return current_call().caller
 
 
-def _passed_on(context: Any) -> list[tuple[str, str | bytes]]:
-    """A call's metadata for the core: the caller's own, but for its secret and what it may not say, and who it is."""
-    own = [(key, value) for key, value in context.invocation_metadata() or () if key != AUTHORIZATION]
-    return [*without_reserved(own), *_caller().metadata()]
-
-
 def _job_id(method: MethodDescriptor, request: bytes) -> str:
     """The job that a request names; empty where it names none, or is no such request."""
     if "job_id" not in method.input_type.fields_by_name:
@@ -348,6 +348,8 @@ def main() -> None:
     try:
         settings = EdgeSettings(**parse_values(EdgeSettings, given))
         setup(settings.log_format)
+        # gRPC writes a traceback for whatever strangers send as text that is none.
+        logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
         # Connections are bounded by ConnectionLimits, which says so to those beyond; a shell's limit would not.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

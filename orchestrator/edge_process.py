@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 
@@ -75,10 +76,19 @@ class EdgeProcess:
         # As this interpreter finds modules: a folder of the user's that happens to be called `orchestrator` is none.
         python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
         self._process = await asyncio.create_subprocess_exec(
-            *python, "-m", "orchestrator.edge", "--listen", listen, *self._arguments, stdin=PIPE, stdout=PIPE
+            *python,
+            *("-m", "orchestrator.edge", "--listen", listen, *self._arguments),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=_environment(),
         )
         assert self._process.stdout is not None
         line = (await self._process.stdout.readline()).decode().strip()
         if line.startswith(_ANNOUNCEMENT):
             return line.removeprefix(_ANNOUNCEMENT)
         raise StartupError(line or f"the edge ended with status {await self._process.wait()} before it served")
+
+
+def _environment() -> dict[str, str]:
+    """This process's without what is Ray's: who has its token may run anything, and strangers talk to the edge."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

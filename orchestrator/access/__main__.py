@@ -61,7 +61,7 @@ def _list(flags: argparse.Namespace, now: datetime) -> None:
     for key in access.keys:
         is_expired = key.expires is not None and key.expires <= now
         expires = "never" if key.expires is None else _minute(key.expires) + (" (expired)" if is_expired else "")
-        rows.append((key.key_id, key.tenant, ",".join(key.scopes), _minute(key.created), expires, key.note))
+        rows.append((key.key_id, key.tenant, ",".join(key.scopes), _minute(key.created), expires, _visible(key.note)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
@@ -81,7 +81,10 @@ def _rotate(flags: argparse.Namespace, now: datetime) -> None:
         end = now + timedelta(seconds=flags.overlap)
         ending = replace(old, expires=end if old.expires is None else min(end, old.expires))
         # The new one lives as long as the old one was to live.
-        expires = None if old.expires is None else now + (old.expires - old.created)
+        try:
+            expires = None if old.expires is None else now + (old.expires - old.created)
+        except OverflowError:
+            raise ConfigError(f"a key that lives as long as {old.key_id!r} would outlive the year 9999") from None
         new = Key(new_key_id(), old.tenant, old.scopes, "", now, expires, old.note)
         keys = tuple(ending if key is old else key for key in access.keys)
         _write_with_secret(flags.file, replace(access, keys=keys), new)
@@ -104,6 +107,11 @@ def _find(access: AccessFile, key_id: str) -> Key:
     raise ConfigError(
         f"there is no key {key_id!r}; " + (f"the nearest is {nearest[0]!r}" if nearest else "there is none")
     )
+
+
+def _visible(text: str) -> str:
+    """Text with escapes for what would tell a terminal to do something."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def _minute(time: datetime) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import fcntl
 import json
-import math
 import os
 import re
 import stat
+import sys
 import tempfile
 import tomllib
 from collections import Counter
@@ -98,6 +98,8 @@ def read_access_file(path: Path) -> AccessFile:
         raise ConfigError(f"access file {path}: {error.strerror}") from error
     except ValueError as error:  # no JSON, no TOML, or no UTF-8; the file holds no secrets that the words could tell
         raise ConfigError(f"access file {path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"access file {path}: it is nested deeper than any such file") from error
     try:
         return _parse(content)
     except ConfigError as error:
@@ -203,7 +205,7 @@ def _tenant(name: str, entry: Any) -> Tenant:
     where = f"tenant {name!r}"
     values = _known_fields(where, entry, (), ("weight", *_LIMITS))
     weight = values.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
         raise ConfigError(f"{where}: weight is {weight!r}; it must be a number above 0")
     limits = {limit: values[limit] for limit in _LIMITS if limit in values}
     for limit, value in limits.items():
@@ -270,11 +272,16 @@ def _scopes(where: str, value: Any) -> tuple[Scope, ...]:
 def _time(where: str, name: str, value: Any) -> datetime:
     try:
         time = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+        if time.tzinfo is not None:
+            return time.astimezone(UTC)
     except (TypeError, ValueError):
-        time = None
-    if time is None or time.tzinfo is None:
-        raise ConfigError(f"{where}: {name} is {str(value)!r}; it must be a time with its zone: 2027-01-31T00:00:00Z")
-    return time.astimezone(UTC)
+        pass
+    except OverflowError:
+        raise ConfigError(
+            f"{where}: {name} is {str(value)!r}, which is beyond the years 1 to 9999 in UTC; "
+            "a key without expires never expires"
+        ) from None
+    raise ConfigError(f"{where}: {name} is {str(value)!r}; it must be a time with its zone: 2027-01-31T00:00:00Z")
 
 
 def _to_json(access: AccessFile) -> dict[str, Any]:

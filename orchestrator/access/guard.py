@@ -103,7 +103,10 @@ class Guard(aio.ServerInterceptor):
         """Ends open calls whose caller is no longer valid, until it is cancelled."""
         while True:
             await asyncio.sleep(RECHECK_S)
-            self.recheck()
+            try:
+                self.recheck()
+            except Exception:  # without this task revoked keys would live on, and nobody would know
+                log.exception("open calls could not be looked at again")
 
     def recheck(self) -> None:
         """Ends every open call whose credentials no longer stand for the caller that they stood for."""
@@ -168,18 +171,17 @@ class Guard(aio.ServerInterceptor):
             _current.set(call)
             with request_context(call.caller.request_id), self._audited(call, method, context):
                 try:
-                    await context.send_initial_metadata(((REQUEST_ID, call.caller.request_id),))
-                    shown = self._identify(metadata, context)
+                    try:  # before anything else: a caller that has gone already counts, too
+                        shown = self._identify(call, metadata, context)
+                    finally:
+                        await context.send_initial_metadata(((REQUEST_ID, call.caller.request_id),))
                 except UnauthenticatedError as error:
-                    call.reason = error.message
                     await _read_out(requests)
                     await _abort(context, error)
                 except RateLimitedError as error:
-                    call.is_limited = True
                     await _abort(context, error)
                 except aio.InternalError:
                     await context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
-                call.caller = replace(shown.caller, request_id=call.caller.request_id)
                 try:
                     return await self._leased(shown, run(requests, context))
                 except GenerationError as error:
@@ -188,15 +190,23 @@ class Guard(aio.ServerInterceptor):
 
         return guarded
 
-    def _identify(self, metadata: Sequence[tuple[str, str]], context: Any) -> _Credentials:
-        """What a caller shows and who it is by that. Raises UnauthenticatedError, and RateLimitedError for too many."""
+    def _identify(self, call: Call, metadata: Sequence[tuple[str, str]], context: Any) -> _Credentials:
+        """What a caller shows; who it is by that, or why it is nobody, is noted in the call.
+
+        Raises UnauthenticatedError, and RateLimitedError for too many.
+        """
         authorization = tuple(value for key, value in metadata if key == AUTHORIZATION)
         names = _certificate_names(context.auth_context())
         try:
-            return _Credentials(authorization, names, self._store.identify(authorization, names))
-        except UnauthenticatedError:
+            shown = _Credentials(authorization, names, self._store.identify(authorization, names))
+        except UnauthenticatedError as error:
+            call.reason = error.message
+            call.is_limited = True
             self._limit(self._failures, context, "calls that are not authenticated")
+            call.is_limited = False
             raise
+        call.caller = replace(shown.caller, request_id=call.caller.request_id)
+        return shown
 
     def _limit(self, limiter: RateLimiter, context: Any, what: str) -> None:
         if not self._store.authenticates:
@@ -228,6 +238,7 @@ class Guard(aio.ServerInterceptor):
     @contextmanager
     def _audited(self, call: Call, method: str, context: Any) -> Iterator[None]:
         begun_s = time.monotonic()
+        peer = context.peer()  # of a call that has ended there may be none
         is_cancelled = False
         task = asyncio.current_task()
         assert task is not None
@@ -245,7 +256,7 @@ class Guard(aio.ServerInterceptor):
                     {
                         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
                         "request_id": caller.request_id,
-                        "peer": context.peer(),
+                        "peer": peer,
                         "tenant": caller.tenant if caller.key_id else "",
                         "key_id": caller.key_id,
                         "method": method.rpartition("/")[2],

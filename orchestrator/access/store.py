@@ -115,6 +115,9 @@ class AccessStore:
         except ConfigError as error:
             log.error("%s; what it said before stays in force", error)
             return
+        except Exception:  # a mistake of ours: callers must not find the door shut by it, nor it stay unseen
+            log.exception("access file %s cannot be taken; what it said before stays in force", self._path)
+            return
         log.info("access file read again: %d keys, %d certificates", len(self._keys), len(self._certificates))
 
     def _take(self, access: AccessFile) -> None:

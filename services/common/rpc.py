@@ -43,6 +43,10 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Clients may ping every 10 s on a silent stream without being sent away.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # gRPC would cancel calls that the process has not got to yet, from 1,000 on, without a word of why. What callers
+    # may have open is bounded by connection.
+    ("grpc.server.max_pending_requests", 2**31 - 1),
+    ("grpc.server.max_pending_requests_hard_limit", 2**31 - 1),
 ]
 
 LAST_WRITES_S = 10.0

@@ -17,6 +17,7 @@ from h3stream.errors import InvalidRequestError, JobNotFoundError
 from h3stream.status import from_rpc_error, is_connection_loss
 from h3stream.v1 import jobs_pb2, jobs_pb2_grpc, types_pb2, video_pb2, video_pb2_grpc
 from orchestrator import edge_health
+from orchestrator.caller import TENANT_KEY, Caller
 from orchestrator.edge import Edge
 from orchestrator.job_log import JobLog
 from services.common.rpc import RpcServer, connect
@@ -116,16 +117,31 @@ async def channel(server: RpcServer, tmp_path: Path) -> AsyncIterator[grpc.aio.C
     await edge.stop(grace_s=0)
 
 
-async def test_deadline_and_metadata_reach_the_core(core: ScriptedCore, channel: grpc.aio.Channel) -> None:
+async def test_the_deadline_reaches_the_core_and_of_the_metadata_who_calls(
+    core: ScriptedCore, channel: grpc.aio.Channel
+) -> None:
     stub = video_pb2_grpc.VideoServiceStub(channel)
     request = video_pb2.GetJobRequest(job_id="a")
-    metadata = (("x-request-id", "17"), ("x-bytes-bin", b"\0\xff"))
+    metadata = (
+        ("x-request-id", "17"),
+        ("x-bytes-bin", b"\0\xff"),
+        ("user-agent", "fox"),
+        (TENANT_KEY, "owls"),
+    )
     assert (await stub.GetJob(request, timeout=50, metadata=metadata)).job.job_id == "a"
     assert core.remaining_s is not None
     assert 0 < core.remaining_s < 60
-    assert metadata == tuple((key, core.metadata[key]) for key, _ in metadata)
+    told = {key: value for key, value in core.metadata.items() if key != "user-agent"}
+    assert told == dict(Caller(request_id="17").metadata())
+    assert "fox" not in core.metadata["user-agent"]
     await stub.GetJob(request)
     assert core.remaining_s is None
+
+
+async def test_many_calls_at_once_all_have_their_answer(core: ScriptedCore, channel: grpc.aio.Channel) -> None:
+    stub = video_pb2_grpc.VideoServiceStub(channel)
+    calls = [stub.GetJob(video_pb2.GetJobRequest(job_id="a")) for _ in range(3000)]
+    assert {await call.code() for call in calls} == {grpc.StatusCode.OK}
 
 
 async def test_a_caller_that_goes_leaves_the_core_too(core: ScriptedCore, channel: grpc.aio.Channel) -> None:

@@ -79,6 +79,9 @@ def test_json_and_toml_say_the_same_and_come_back_as_written(tmp_path: Path) -> 
         ({"keys": [{**KEY, "sha256": HASH.upper()}]}, "64 hexadecimal digits in lower case"),
         ({"keys": [{**KEY, "created": "2026-01-02"}]}, "created is '2026-01-02'; it must be a time with its zone"),
         ({"keys": [{**KEY, "expires": 5}]}, "expires is '5'"),
+        ({"keys": [{**KEY, "expires": "9999-12-31T23:59:59-05:00"}]}, "beyond the years 1 to 9999 in UTC"),
+        ({"keys": [{**KEY, "created": "0001-01-01T00:00:00+05:00"}]}, "beyond the years 1 to 9999 in UTC"),
+        ("[" * 100_000, "nested deeper"),
         ({"keys": [{**KEY, "tenant": "a b"}]}, "tenant 'a b'"),
         ({"keys": [{**KEY, "id": "Ci"}]}, "id 'Ci'"),
         ({"keys": [{**KEY, "note": 1}]}, "note is 1; it must be a text"),
@@ -89,6 +92,7 @@ def test_json_and_toml_say_the_same_and_come_back_as_written(tmp_path: Path) -> 
         ({"tenants": {"a": {"max_stored_bytes": 2**63}}}, "from 0 .no limit. to 9223372036854775807"),
         ({"tenants": {"a": {"weight": 0}}}, "tenant 'a': weight is 0; it must be a number above 0"),
         ({"tenants": {"a": {"weight": True}}}, "weight is True"),
+        ({"tenants": {"a": {"weight": 10**400}}}, "it must be a number above 0"),
         ({"tenants": {"a": {"max_queued_jobs": -1}}}, "max_queued_jobs is -1; it must be a whole number"),
         ({"tenants": {"a": {"max_queued_jobs": 1.5}}}, "max_queued_jobs is 1.5"),
         ({"tenants": {"a": {"max_jobs": 1}}}, "there is no field 'max_jobs'; the nearest is 'max_queued_jobs'"),
@@ -99,6 +103,12 @@ def test_json_and_toml_say_the_same_and_come_back_as_written(tmp_path: Path) -> 
 def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, content: Any, words: str) -> None:
     path = written(tmp_path / "a.json", content)
     with pytest.raises(ConfigError, match=f"^access file {path}: .*{words}"):
+        read_access_file(path)
+
+
+def test_toml_that_is_nested_too_deep_is_refused_like_json(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.toml", "a = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=f"^access file {path}: it is nested deeper"):
         read_access_file(path)
 
 

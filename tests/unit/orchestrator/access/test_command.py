@@ -70,6 +70,21 @@ def test_a_list_shows_neither_secrets_nor_hashes(file: Path, capsys: pytest.Capt
     assert "h3s_" not in out
 
 
+def test_notes_tell_the_terminal_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "\x1b[2Jfüchse\nroot\u202e"
+    run(capsys, "add", "--file", file, "--tenant", "t", "--scope", "admin", "--id", "a", "--note", note)
+    assert run(capsys, "list", "--file", file).splitlines()[1].endswith("never    \\x1b[2Jfüchse\\nroot\\u202e")
+    assert read_access_file(file).keys[0].note == note
+
+
+def test_a_key_that_would_outlive_the_calendar_is_not_rotated(file: Path) -> None:
+    key = {"id": "a", "tenant": "t", "scopes": ["admin"], "sha256": "ab" * 32, "created": "0001-01-01T00:00:00Z"}
+    file.write_text(json.dumps({"keys": [{**key, "expires": "9999-12-31T00:00:00Z"}]}))
+    file.chmod(0o600)
+    with pytest.raises(SystemExit, match="would outlive the year 9999"):
+        main(["rotate", "--file", str(file), "a"])
+
+
 def test_a_revoked_key_is_gone_and_the_others_stay(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (
         run(capsys, "add", "--file", file, "--tenant", "t", "--scope", "admin", "--id", key_id).strip()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from h3stream.errors import ConfigError, UnauthenticatedError
 from h3stream.job import TenantLimits
+from orchestrator.access import store as store_module
 from orchestrator.access.access_file import AccessFile, Certificate, Key, Tenant, write_access_file
 from orchestrator.access.keys import make_key, read_key
 from orchestrator.access.store import CHECK_S, AccessStore
@@ -136,7 +137,7 @@ def fail(path: Path) -> AccessFile:
 
 @pytest.mark.parametrize("damage", ["half", "gone", "open to all", "nested", "unforeseen"])
 def test_a_file_that_breaks_changes_nothing_and_is_logged_once(
-    path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, text = key_and_text("ci")
     write_access_file(path, AccessFile(keys=(key,)))
@@ -147,6 +148,11 @@ def test_a_file_that_breaks_changes_nothing_and_is_logged_once(
         path.write_text(whole[:50])
     elif damage == "gone":
         path.unlink()
+    elif damage == "nested":
+        path.write_text("[" * 100_000)
+    elif damage == "unforeseen":
+        path.write_text(whole + " ")
+        monkeypatch.setattr(store_module, "read_access_file", fail)
     else:
         path.chmod(0o666)
     for _ in range(3):
@@ -154,6 +160,7 @@ def test_a_file_that_breaks_changes_nothing_and_is_logged_once(
         assert store.identify(bearer(text)).key_id == "ci"
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "stays in force" in caplog.text
+    monkeypatch.undo()
     write_access_file(path, AccessFile())
     path.chmod(0o600)
     clocks.now_s += CHECK_S
