@@ -100,8 +100,8 @@ class Settings:
     worker_transport: str = "unix"
     """How the orchestrator reaches its workers: "unix" sockets, or "tcp" on loopback."""
     max_queued_jobs: int = 16
-    """Jobs that may wait for a lane; the next one is refused. Where the access file names several tenants, one without a
-    limit of its own may have half of them, rounded up."""
+    """Jobs that may wait for a lane; the next one is refused. Where the access file names several tenants, one that has
+    no limit of its own may have half of them, rounded up."""
     kept_jobs: int = 64
     """Finished jobs of all tenants whose events and artifacts are kept; the oldest of the tenant that has the most is
     removed first."""
