@@ -260,6 +260,21 @@ async def test_a_tenant_keeps_no_more_bytes_than_it_may(
     await made(studio)
 
 
+async def test_jobs_that_one_cancels_push_out_no_clip_of_another(service: Service, people: list[CoreCaller]) -> None:
+    studio, other, *_ = people
+    job_id = await made(studio)
+    service.script.calls.clear()
+    gate = service.script.gates["sample:0.1"] = asyncio.Event()
+    running = (await other.submit()).job_id
+    await until(service, "sample:0.1")
+    for _ in range(6):
+        await other.cancel((await other.submit()).job_id)
+    assert len((await other.list()).jobs) == 3, "two that are kept, and one that runs"
+    gate.set()
+    await other.ended(running)
+    assert (await studio.find(job_id, "final.mp4")).path.endswith("final.mp4")
+
+
 @pytest.mark.parametrize("num_lanes", [2])
 async def test_a_tenant_runs_no_more_jobs_than_it_may_while_others_go_by(
     service: Service, people: list[CoreCaller], tenants: Policy
