@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Coroutine, MutableMapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +142,10 @@ async def serve_jobs(
     """
     core = RpcServer((SERVICE_NAME,))
     add_services(core.server, scheduler, model, adapters, settings)
-    async with AsyncExitStack() as ending:  # what has begun ends, whatever becomes of the rest
-        ending.push_async_callback(core.stop, grace_s=0)
-        edge = EdgeProcess(await core.start(f"unix:{runtime}/core.sock", serving=False), settings.edge)
-        ending.push_async_callback(edge.stop)
-        ending.push_async_callback(scheduler.stop, settings.drain_s, stop.second)
+    socket = f"unix:{runtime}/core.sock"
+    edge = EdgeProcess(socket, settings.edge)
+    try:
+        await core.start(socket, serving=False)
         await _tell_health(core, "", serves=True)
         # Bound before the weights are read: a taken port is told at once, and callers learn that the model is loading.
         address = await edge.start(settings.listen)
@@ -158,6 +157,12 @@ async def serve_jobs(
         await stop.first.wait()
         log.info("stopping: running jobs have %.0f s", 0 if stop.second.is_set() else settings.drain_s)
         await _tell_health(core, SERVICE_NAME, serves=False)
+    finally:
+        try:
+            await scheduler.stop(settings.drain_s, stop.second)
+        finally:
+            await edge.stop()
+            await core.stop(grace_s=0)
 
 
 async def _tell_health(core: RpcServer, name: str, *, serves: bool) -> None:

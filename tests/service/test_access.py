@@ -346,6 +346,23 @@ async def test_the_audit_log_says_who_called_what_and_how_it_ended(keyed: Keyed)
     assert keyed.audit.stat().st_mode & 0o777 == 0o600
 
 
+async def test_the_audit_log_names_the_job_that_a_refused_call_was_to_go_on_from(keyed: Keyed) -> None:
+    texts = keyed.keys.texts
+    async with keyed.caller(texts["fox"]) as fox, keyed.caller(texts["owl"]) as owl:
+        job_id = (await call(fox, "Generate"))[0].event.job_id
+        branch = video_pb2.GenerateRequest(branch=video_pb2.Branch(job_id=job_id, from_chunk=1))
+        assert await owl.Generate(branch).code() == grpc.StatusCode.NOT_FOUND
+        await refusal(owl, "RefineAudio", job_id)
+        made = (await anext(aiter(fox.Generate(branch)))).event.job_id
+    told = [(entry["method"], entry["job_id"], entry["status"]) for entry in await keyed.audited(4)]
+    assert told == [
+        ("Generate", job_id, "OK"),
+        ("Generate", job_id, "NOT_FOUND"),
+        ("RefineAudio", job_id, "NOT_FOUND"),
+        ("Generate", made, "CANCELLED"),
+    ]
+
+
 async def test_calls_that_a_stop_ends_are_written_down_too(service: Service, keys: AccessKeys) -> None:
     service.script.gates["sample:1.1"] = asyncio.Event()
     async with keyed_edge(service, keys) as keyed, keyed.caller(keys.texts["fox"]) as fox:

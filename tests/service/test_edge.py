@@ -122,12 +122,7 @@ async def test_the_deadline_reaches_the_core_and_of_the_metadata_who_calls(
 ) -> None:
     stub = video_pb2_grpc.VideoServiceStub(channel)
     request = video_pb2.GetJobRequest(job_id="a")
-    metadata = (
-        ("x-request-id", "17"),
-        ("x-bytes-bin", b"\0\xff"),
-        ("user-agent", "fox"),
-        (TENANT_KEY, "owls"),
-    )
+    metadata = (("x-request-id", "17"), ("x-bytes-bin", b"\0\xff"), ("user-agent", "fox"), (TENANT_KEY, "owls"))
     assert (await stub.GetJob(request, timeout=50, metadata=metadata)).job.job_id == "a"
     assert core.remaining_s is not None
     assert 0 < core.remaining_s < 60

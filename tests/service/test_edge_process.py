@@ -85,6 +85,22 @@ async def test_an_address_that_is_taken_is_told_as_by_any_server(core: str) -> N
     await taken.stop(grace_s=0)
 
 
+async def test_it_knows_nothing_of_rays_and_what_else_the_server_knows(
+    core: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    edge = EdgeProcess(core)
+    await edge.start("127.0.0.1:0")
+    (process,) = edges_below(os.getpid())
+    environment = process.environ()
+    await edge.stop()
+    assert [name for name in environment if name.startswith("RAY_")] == []
+    assert environment["GRPC_VERBOSITY"] == "DEBUG"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_to_the_whole_group_is_left_to_the_parent(core: str, number: signal.Signals) -> None:
     edge = EdgeProcess(core)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,16 +16,21 @@ from h3stream.v1 import video_pb2, video_pb2_grpc
 from orchestrator.access import guard
 from orchestrator.access.connections import ConnectionLimits
 from orchestrator.edge import Edge
+from orchestrator.edge_process import EdgeProcess
+from orchestrator.edge_settings import EdgeSettings
 from services.common.rpc import RpcServer, connect
+from tests.service.keyed import AccessKeys, standard_error_to
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes.fromhex("000000 04 00 00000000")
+FIRST = (1).to_bytes(4, "big")
+"""Number of the first stream."""
 LIMITS = ConnectionLimits(handshake_s=0.5, idle_s=1.0, max_connections=30)
 
 
 def frame(kind: int, flags: int, data: bytes) -> bytes:
     """An HTTP/2 frame of the first stream."""
-    return len(data).to_bytes(3, "big") + bytes([kind, flags]) + (1).to_bytes(4, "big") + data
+    return len(data).to_bytes(3, "big") + bytes([kind, flags]) + FIRST + data
 
 
 def literal(name: bytes, value: bytes) -> bytes:
@@ -43,8 +49,8 @@ CALL = b"".join(
         (b"te", b"trailers"),
     )
 )
-HEADERS, CONTINUATION, DATA = 1, 9, 0
-END_OF_HEADERS = 4
+HEADERS, CONTINUATION, DATA, RST_STREAM = 1, 9, 0, 3
+END_OF_HEADERS, END_OF_STREAM = 4, 1
 OPEN_HEADERS = PREFACE + SETTINGS + frame(HEADERS, 0, CALL[:20])
 CALLED = PREFACE + SETTINGS + frame(HEADERS, END_OF_HEADERS, CALL)
 
@@ -128,6 +134,57 @@ async def test_there_are_no_more_connections_than_allowed_and_room_again_when_so
             with suppress(grpc.aio.AioRpcError):
                 if await is_served(address):
                     break
+
+
+async def test_calls_that_are_taken_back_at_once_count_as_those_that_wait(tmp_path: Path) -> None:
+    keys = AccessKeys(tmp_path / "access.json")
+    keys.add("fox", "foxes", "generate")
+    audit = tmp_path / "audit.jsonl"
+    edge = Edge("unix:/nowhere", EdgeSettings(keys=keys.path, audit=audit))
+    address = await edge.start("127.0.0.1:0")
+    _, writer = await dial(address)
+    reset = frame(RST_STREAM, 0, (8).to_bytes(4, "big"))
+    calls = frame(HEADERS, END_OF_HEADERS, CALL) + reset
+    streams = [calls.replace(FIRST, (2 * i + 1).to_bytes(4, "big")) for i in range(4 * guard.NUM_FAILURES)]
+    writer.write(PREFACE + SETTINGS + b"".join(streams))
+    async with connect(address) as channel, asyncio.timeout(10):
+        stub = video_pb2_grpc.VideoServiceStub(channel)
+        while await stub.GetJob(video_pb2.GetJobRequest()).code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+            pass
+    writer.close()
+    await edge.stop(grace_s=0)
+    entries = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert len(entries) < 2 * guard.NUM_FAILURES, "the log does not grow with the others"
+    assert {entry["peer"].rpartition(":")[0] for entry in entries} == {"ipv4:127.0.0.1"}
+    assert "CANCELLED" in {entry["status"] for entry in entries}
+    assert {entry["key_id"] for entry in entries} == {""}
+
+
+async def test_metadata_that_is_junk_is_answered_and_not_in_the_log(tmp_path: Path) -> None:
+    no_text = b"a\xff\nb"
+    statuses = (
+        ([(b"grpc-timeout", b"soon")], b"13"),  # INTERNAL, which is gRPC's own
+        ([(b"x-note", no_text), (b"x-request-id", no_text)], b"12"),  # UNIMPLEMENTED, which is this core's
+    )
+    core = RpcServer(())
+    edge = EdgeProcess(await core.start(f"unix:{tmp_path}/core.sock"))
+    log = tmp_path / "edge.log"
+    with standard_error_to(log):
+        address = await edge.start("127.0.0.1:0")
+    for junk, status in statuses:
+        reader, writer = await dial(address)
+        headers = CALL + b"".join(literal(*each) for each in junk)
+        writer.write(
+            PREFACE + SETTINGS + frame(HEADERS, END_OF_HEADERS, headers) + frame(DATA, END_OF_STREAM, bytes(5))
+        )
+        answer = b""
+        async with asyncio.timeout(10):
+            while b"grpc-status\x02" + status not in answer:
+                answer += await reader.read(4096)
+        writer.close()
+    await edge.stop()
+    await core.stop(grace_s=0)
+    assert log.read_text() == ""
 
 
 async def test_metadata_beyond_the_limit_is_refused_and_the_connection_goes_on(address: str) -> None:
