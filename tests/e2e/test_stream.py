@@ -145,7 +145,8 @@ def test_no_two_workers_were_ever_on_the_device_together(server: Server) -> None
     assert {e.worker for e in entries} == {"text_encoder", "dit", "vae"}
     assert overlaps(entries) == []
     assert all(e.device_weight_bytes > 0 for e in entries if e.event == "enter")
-    assert [e.event for e in entries] == ["enter", "leave"] * (len(entries) // 2)
+    assert {e.event for e in entries[::2]} == {"enter"}
+    assert {e.event for e in entries[1::2]} <= {"leave", "lost"}  # other tests kill workers of this server
 
 
 def test_a_prompt_seen_before_skips_the_text_phase(server: Server) -> None:
