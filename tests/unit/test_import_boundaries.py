@@ -85,8 +85,11 @@ ORCHESTRATOR_USES = (
 )
 """What the orchestrator may know of the services: the shell, the settings and what headers tell, never a model."""
 
-READS_ENVIRONMENT = ("*/__main__.py", "client/h3stream/cli.py", "web/gateway.py")
-"""Entry points; everything else is handed its settings."""
+READS_ENVIRONMENT = (
+    *("*/__main__.py", "client/h3stream/cli.py", "web/gateway.py"),
+    *("orchestrator/__init__.py", "orchestrator/edge_process.py"),
+)
+"""Entry points, and those who say what a library or a child finds in it; everything else is handed its settings."""
 
 
 def sources() -> Iterator[str]:
