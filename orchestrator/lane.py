@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from core.phases import Worker
 from h3stream.errors import GenerationError, StartupError
@@ -15,6 +15,21 @@ from orchestrator.phases import PhaseSequencer
 from orchestrator.worker_clients import DitClient, TextEncoderClient, VaeClient, WorkerClient
 
 log = logging.getLogger(__name__)
+
+
+RETRY_S = 5.0
+"""Between two tries to bring a lane back, which may have to wait for its GPU to be free again."""
+T = TypeVar("T")
+
+
+async def until_it_works(bring_back: Callable[[], Awaitable[T]]) -> T:
+    """What bringing a lane's workers back gives, tried until it works: else its jobs would wait for ever."""
+    while True:
+        try:
+            return await bring_back()
+        except Exception:  # whatever Ray says
+            log.exception("a lane could not be restarted; trying again in %.0f s", RETRY_S)
+        await asyncio.sleep(RETRY_S)
 
 
 class LaneHost(Protocol):

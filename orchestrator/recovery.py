@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 
 from core.phases import Worker
 from h3stream.errors import WorkerLostError
 from orchestrator.clip_record import has_clip
 from orchestrator.job import Job
-from orchestrator.lane import Lane
+from orchestrator.lane import Lane, until_it_works
 from orchestrator.refine import run_refinement
 from orchestrator.session import give_up_refinement, run_session
 
-log = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 5.0
-"""Between two tries to bring a lane back, which may have to wait for its GPU to be free again."""
 MAX_LOSSES = 3
 """Losses in a row, without a new chunk, fragment or step of the refinement between them, that end a job: what kills a
 worker at the same place each time is the job itself."""
@@ -49,15 +43,8 @@ async def run_job(job: Job, lane: Lane) -> None:
 async def _recover(job: Job, lane: Lane) -> None:
     """Replaces the workers that are gone, trying until it works, and says so."""
     where = f"phase {job.phase.value}" + (f" of chunk {job.chunk_index}" if job.chunk_index >= 0 else "")
-    while True:
-        try:
-            lost = await lane.recover()
-        except Exception:  # whatever Ray says: the job can go on as soon as its lane is back
-            log.exception("the lane of job %s could not be restarted; trying again", job.job_id)
-            await asyncio.sleep(RETRY_AFTER_S)
-        else:
-            job.resume(f"{_told(lost)} lost in {where}; the job goes on from its last finished chunk")
-            return
+    lost = await until_it_works(lane.recover)
+    job.resume(f"{_told(lost)} lost in {where}; the job goes on from its last finished chunk")
 
 
 def _told(lost: Sequence[Worker]) -> str:

@@ -31,7 +31,7 @@ from orchestrator.caller import Caller
 from orchestrator.job import STOPPING, Job, as_told
 from orchestrator.job_store import INCOMING, JobStore
 from orchestrator.journal import State
-from orchestrator.lane import Lane
+from orchestrator.lane import Lane, until_it_works
 from orchestrator.recovery import run_job
 from orchestrator.shelf import Limits
 from orchestrator.tenants import NoLimits, TenantPolicy, check_limits, check_queue_share, may_run_another
@@ -281,7 +281,7 @@ class Scheduler:
         del self._running[job]
         self._settle(job, session)
         if not is_clear:
-            await _restart(lane)
+            await until_it_works(lane.restart)
             if job.ended.is_set():
                 self._store.sweep(job)  # what workers that were not cleared left while they lived
 
@@ -296,7 +296,7 @@ class Scheduler:
             if not await lane.is_alive():
                 # Found before the job begins, so that no job is taken up again for what happened while nobody looked.
                 log.warning("a worker of an idle lane does not answer: the lane is restarted")
-                await _restart(lane)
+                await until_it_works(lane.restart)
             if (job := self._pop()) is None:
                 self._num_idle_lanes += 1
                 await self._has_jobs.wait()
@@ -420,19 +420,6 @@ async def _clear(lane: Lane, job: Job) -> bool:
         log.warning("lane cannot be cleared after job %s: %s", job.job_id, failure, exc_info=not is_expected)
         return False
     return True
-
-
-async def _restart(lane: Lane) -> None:
-    """Replaces the workers of a lane, trying until it works."""
-    while True:
-        try:
-            await lane.restart()
-        except Exception:  # whatever Ray says: a lane that gave up would leave its jobs waiting for ever
-            # A lane that cannot start now may be able to once its GPU is free again.
-            log.exception("lane could not be restarted; trying again in %.0f s", RETRY_AFTER_S)
-            await asyncio.sleep(RETRY_AFTER_S)
-        else:
-            return
 
 
 async def _all_left(jobs: Sequence[Job]) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from h3stream.errors import PhaseError
 from h3stream.v1 import types_pb2
-from orchestrator.job_files import sweep, write_job_end
+from orchestrator.job_files import sweep
 from orchestrator.journal import JobRow, Journal
-from orchestrator.stock import load_job, remove, stored_bytes
+from orchestrator.stock import load_job, remove, stored_bytes, write_end_making_room
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,7 @@ class Shelf:
             gone = end.job.removed_artifacts.add(name=artifact.name, message=reason)
             gone.remove_time.FromNanoseconds(int(self._wall_clock() * 1e9))
         del end.job.artifacts[:]
-        try:
-            write_job_end(directory, end)
-        except PhaseError:  # a full disk, which removing makes room on
-            sweep(directory, end.job)
-            write_job_end(directory, end)
+        write_end_making_room(directory, end)
         sweep(directory, end.job)  # downloads that have begun keep the open file
         self._journal.set_stored_bytes(row.job_id, *stored_bytes(directory, end.job))
 

@@ -59,12 +59,18 @@ def row_of(record: records_pb2.JobRecord) -> JobRow:
 
 def enter_end(journal: Journal, directory: Path, end: records_pb2.JobEnd) -> None:
     """Writes down that a job has ended, and sweeps its directory. Raises PhaseError if it cannot be written."""
+    write_end_making_room(directory, end)
+    journal.set_ended(*_swept(directory, end.job))
+
+
+def write_end_making_room(directory: Path, end: records_pb2.JobEnd) -> None:
+    """Writes how a job ended; where the disk takes no more, once what the job needs no longer is gone. Raises
+    PhaseError."""
     try:
         write_job_end(directory, end)
-    except PhaseError:  # the disk may be full of what the job needs no longer
+    except PhaseError:
         sweep(directory, end.job)
         write_job_end(directory, end)
-    journal.set_ended(*_swept(directory, end.job))
 
 
 def remove(journal: Journal, directory: Path) -> None:

@@ -322,7 +322,7 @@ async def test_a_worker_that_cannot_be_replaced_by_itself_is_replaced_with_the_o
 
 async def test_a_job_waits_for_a_lane_that_cannot_start_at_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = await bench.run(bench.job())
-    monkeypatch.setattr("orchestrator.recovery.RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr("orchestrator.lane.RETRY_S", 0.01)
     bench.script.deaths.add("decode:2")
     bench.host.refusals += [StartupError(f"there is no room, {attempt}") for attempt in range(4)]
     (await bench.run(bench.job())).check(undisturbed)

@@ -8,7 +8,8 @@ import pytest
 
 from h3stream.v1 import video_pb2
 from orchestrator import shelf as shelves
-from orchestrator.job_files import read_job_end
+from orchestrator import stock
+from orchestrator.job_files import read_job_end, write_job_end
 from orchestrator.journal import Journal
 from orchestrator.shelf import Limits, Shelf
 from orchestrator.stock import enter_end, load_job, row_of
@@ -227,14 +228,14 @@ def test_a_disk_that_takes_no_new_end_loses_the_artifacts_all_the_same(
 ) -> None:
     made = Shelves(tmp_path, num_bytes=15)
     made.end("a", clip=10)
-    write, failures = shelves.write_job_end, [True]
+    write, failures = write_job_end, [True]
 
     def write_when_there_is_room(directory: Path, end: Any) -> None:
         if failures and (directory / "clip").exists():
             raise failures.pop() and shelves.PhaseError("end.binpb of the job cannot be written: No space left")
         write(directory, end)
 
-    monkeypatch.setattr(shelves, "write_job_end", write_when_there_is_room)
+    monkeypatch.setattr(stock, "write_job_end", write_when_there_is_room)
     made.end("b", clip=10)
     assert made.left() == {"a": set(), "b": {"clip"}}
     assert [gone.name for gone in made.told("a").removed_artifacts] == ["clip"]
@@ -265,7 +266,7 @@ def test_artifacts_whose_removal_was_cut_short_go(tmp_path: Path) -> None:
     end = read_job_end(made.jobs / "a")
     assert end is not None
     del end.job.artifacts[:]
-    shelves.write_job_end(made.jobs / "a", end)  # and the server was killed
+    write_job_end(made.jobs / "a", end)  # and the server was killed
     made.end("b", clip=10)
     assert made.left() == {"a": set(), "b": {"clip"}}
     assert made.journal.artifact_bytes == {"default": 10}
