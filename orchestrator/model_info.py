@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.request import clip_violations
+from core.request import clip_violations, prompt_violations
 from h3stream.errors import CheckpointError, ConfigError
 from h3stream.request import ClipSpec
 from services.checkpoints.components import FOLDERS, Part, part_path
@@ -36,6 +36,9 @@ DENSE_STEPS = 50
 
 Source: docs/reference/h3-model.md §7, §9.
 """
+GENERATION_CONFIG = "generation_config.json"
+MAX_EXAMPLES = 32
+"""A server tells them all in one message."""
 _DEFAULTS = frozenset(field.name for field in dataclasses.fields(ClipSpec)) - {"mode", "adapters"} | {"dense_steps"}
 """Keys of `generation_config.json`. The mode and the adapters are for each request to say."""
 
@@ -52,6 +55,8 @@ class ModelInfo:
     """Values that the omitted fields of a dense request take."""
     notice: str
     """What the model's maker wants every caller to know; empty for nothing."""
+    examples: tuple[str, ...] = ()
+    """Prompts that the model's maker suggests, to try it with."""
 
 
 def read_model_info(directory: Path | None, parts: Mapping[Part, Path | None] | None = None) -> ModelInfo:
@@ -62,9 +67,9 @@ def read_model_info(directory: Path | None, parts: Mapping[Part, Path | None] | 
     """
     parts = parts or {}
     _check_parts(directory, parts)
-    path = None if directory is None else directory / "generation_config.json"
+    path = None if directory is None else directory / GENERATION_CONFIG
     values = _read(path) if path is not None and path.exists() else {}
-    notice = values.pop("notice", "")
+    notice, examples = values.pop("notice", ""), tuple(values.pop("examples", ()))
     dense_steps = values.pop("dense_steps", DENSE_STEPS)
     clip = dataclasses.replace(STANDARD_CLIP, **values)
     if violations := clip_violations(clip):
@@ -72,7 +77,16 @@ def read_model_info(directory: Path | None, parts: Mapping[Part, Path | None] | 
     dense = dense_clip(clip, dense_steps)
     for violation in clip_violations(dense):  # of its steps: the rest is the streaming clip's
         raise CheckpointError(f"{path}: dense_{violation.description}")
-    return ModelInfo(_name(directory, parts), clip, dense, notice)
+    return ModelInfo(_name(directory, parts), clip, dense, notice, examples)
+
+
+def read_examples(directory: Path) -> tuple[str, ...]:
+    """The prompts that a model directory's `generation_config.json` suggests, if any.
+
+    Raises CheckpointError if the file cannot be read.
+    """
+    path = directory / GENERATION_CONFIG
+    return tuple(_read(path).get("examples", ())) if path.exists() else ()
 
 
 def dense_clip(clip: ClipSpec, steps: int) -> ClipSpec:
@@ -102,14 +116,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a JSON object")
-    if unknown := sorted(values.keys() - _DEFAULTS - {"notice"}):
-        raise CheckpointError(f"{path}: unknown defaults {unknown}; known are {sorted(_DEFAULTS)} and 'notice'")
+    if unknown := sorted(values.keys() - _DEFAULTS - {"notice", "examples"}):
+        known = f"{sorted(_DEFAULTS)}, 'notice' and 'examples'"
+        raise CheckpointError(f"{path}: unknown defaults {unknown}; known are {known}")
     if not isinstance(notice := values.get("notice", ""), str):
         raise CheckpointError(f"{path}: notice is {notice!r}; it must be a string")
+    _check_examples(path, values.get("examples", []))
     for name in ("video_shift", "audio_shift"):
         if type(values.get(name, 1.0)) not in (int, float):
             raise CheckpointError(f"{path}: {name} is {values[name]!r}; it must be a number")
     return values
+
+
+def _check_examples(path: Path, examples: object) -> None:
+    """Raises CheckpointError for anything but a list of prompts that can be asked for."""
+    if not isinstance(examples, list) or not all(isinstance(example, str) for example in examples):
+        raise CheckpointError(f"{path}: examples is {examples!r:.80}; it must be a list of strings")
+    if len(examples) > MAX_EXAMPLES:
+        raise CheckpointError(f"{path}: there are {len(examples)} examples; at most {MAX_EXAMPLES} are told")
+    for number, example in enumerate(examples, start=1):
+        for violation in prompt_violations(example):
+            raise CheckpointError(f"{path}: example {number}: {violation.description}")
 
 
 def _name(directory: Path | None, parts: Mapping[Part, Path | None]) -> str:

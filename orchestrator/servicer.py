@@ -163,6 +163,7 @@ class VideoServicer(video_pb2_grpc.VideoServiceServicer, jobs_pb2_grpc.JobServic
             default_artifacts=DEFAULT_ARTIFACTS,
             default_preview=preview_spec_to_proto(self._settings.preview),
             caller=self._caller(caller),
+            examples=self._model.examples,
         )
 
     def _adapter_infos(self) -> list[types_pb2.AdapterInfo]:

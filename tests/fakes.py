@@ -562,6 +562,7 @@ ADAPTERS = (
     ),
 )  # fmt: skip
 
+EXAMPLES = ("A fox trots over a meadow.", "A kite over the sea, humming low.")
 SERVER_INFO = ServerInfo(
     server_version="0.1.0",
     library_versions={"torch": "2"},
@@ -581,6 +582,7 @@ SERVER_INFO = ServerInfo(
     default_artifacts=ARTIFACTS,
     parts=(),
     adapters=ADAPTERS,
+    examples=EXAMPLES,
 )
 
 

@@ -25,6 +25,7 @@ from h3stream.embedded import (
     EmbeddedServer,
     check_request,
     model_directory,
+    model_examples,
     module_command,
     require_server_package,
 )
@@ -38,6 +39,7 @@ from h3stream.errors import (
     StartupError,
     UnsupportedError,
 )
+from h3stream.examples import example_of, example_table
 from h3stream.job import JOB_STATES, Job
 from h3stream.options import add_refine_options, output_path, refine_spec
 from h3stream.progress import Tally
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(arguments: argparse.Namespace) -> int:
     """`h3stream generate`: makes a clip."""
+    _take_example(arguments)
     return _make(arguments, request_of(arguments))
 
 
@@ -204,6 +207,7 @@ def attach(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> None:
     """`h3stream plan`: tells what a request would make."""
+    _take_example(arguments)
     request = request_of(arguments)
     if not arguments.server:
         check_request(request)
@@ -221,7 +225,7 @@ def serve(arguments: argparse.Namespace) -> None:
     extra: list[str] = arguments.extra
     telling = {f"--{name.replace('_', '-')}" for name in MODEL_SETTINGS} | {"--config", "-h", "--help"}
     if not any(argument.partition("=")[0] in telling for argument in extra):
-        model = model_directory(None, os.environ, say)
+        model = model_directory(None, os.environ)
         extra = extra if model is None else ["--model", str(model), *extra]
     _become(module_command(arguments.program, extra))
 
@@ -237,6 +241,11 @@ def inspect(arguments: argparse.Namespace) -> None:
     require_server_package()
     options = ["--json"] if arguments.json else []
     _become(module_command("services.checkpoints", [*arguments.paths, *options]))
+
+
+def examples(arguments: argparse.Namespace) -> None:
+    """`h3stream examples`: lists the prompts that the model suggests."""
+    _print("\n".join(example_table(_examples(arguments))))
 
 
 def adapters(arguments: argparse.Namespace) -> None:
@@ -367,6 +376,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.set_defaults(run=plan, cancel_on_disconnect=False, priority="normal", deadline=None, idempotency_key="")
 
+    command = commands.add_parser("examples", help="list prompts that the model suggests", allow_abbrev=False)
+    add_server_options(command, os.environ)
+    command.set_defaults(run=examples)
+
     for name, (program, text) in PROGRAMS.items():
         command = commands.add_parser(name, help=text, add_help=False, allow_abbrev=False)
         command.set_defaults(run=serve if name == "serve" else become, program=program)
@@ -459,6 +472,21 @@ def _add_disconnect_argument(command: argparse.ArgumentParser) -> None:
         help="cancel the job if this command ends before it, by Ctrl-C too (default: yes); the job of a server that "
         "was started for the command always ends with it",
     )
+
+
+def _examples(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The prompts suggested by the model of a server, or by the one that a server would be started on."""
+    if arguments.server:
+        return _ask(endpoint_of(arguments, os.environ), lambda client: client.server_info()).examples
+    return model_examples(model_directory(arguments.model, os.environ))
+
+
+def _take_example(arguments: argparse.Namespace) -> None:
+    """Puts the example that was asked for, if one was, in the prompt's place and tells which it is."""
+    if arguments.example is not None:
+        known = _examples(arguments)
+        arguments.prompt = example_of(known, arguments.example)
+        say(f"example {arguments.example} of {len(known)}: {arguments.prompt}")
 
 
 def _can_write(output: str) -> bool:
@@ -565,7 +593,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[Endpoint]:
         yield endpoint_of(arguments, os.environ)
         return
     require_server_package()
-    model = model_directory(arguments.model, os.environ, say)
+    model = model_directory(arguments.model, os.environ)
     with EmbeddedServer(model, say, os.environ) as server:
         try:
             yield Endpoint(server.address)

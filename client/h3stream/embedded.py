@@ -105,12 +105,12 @@ def _strength(choice: AdapterChoice) -> float:
     return 1.0 if choice.strength is None else choice.strength
 
 
-def model_directory(given: Path | None, environment: Mapping[str, str], report: Callable[[str], None]) -> Path | None:
-    """The model directory to serve: the one given, else $H3STREAM_MODEL, else a tiny model in the user's cache.
+def model_directory(given: Path | None, environment: Mapping[str, str]) -> Path | None:
+    """The model directory to serve: the one given, else $H3STREAM_MODEL, else `models/tiny` beside the server's code.
 
     None where the environment names parts of a model but no directory: with a tiny model in place of the parts that
-    are missing nobody would be served. The tiny model is made if it is not there yet. Raises StartupError if that
-    fails.
+    are missing nobody would be served. Raises StartupError where there is no server, ConfigError where its code stands
+    without that model, as an installed one does.
     """
     if given is not None:
         return given
@@ -118,19 +118,32 @@ def model_directory(given: Path | None, environment: Mapping[str, str], report: 
         return Path(environment["H3STREAM_MODEL"])
     if any(f"H3STREAM_{name.upper()}" in environment for name in MODEL_SETTINGS):
         return None
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "h3stream" / "tiny-model"
-    index = directory / "model_index.json"
-    if not index.exists():
-        report(f"making the tiny model {directory}")
-        try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(f"the tiny model cannot be made: {directory.parent}: {error.strerror}") from error
-        made = subprocess.run([*_PYTHON, "tools.make_tiny_model", str(directory)], capture_output=True, text=True)
-        if made.returncode != 0 and not index.exists():  # another command may have made it meanwhile
-            raise StartupError(f"the tiny model cannot be made:\n{_tail(made.stderr)}")
+    require_server_package()
+    package = importlib.util.find_spec("orchestrator")
+    assert package is not None
+    assert package.origin is not None
+    directory = Path(package.origin).parents[1] / "models" / "tiny"
+    if not directory.is_dir():
+        raise ConfigError("no model is named: give --model DIR, or set H3STREAM_MODEL; the repository has models/tiny")
     return directory
+
+
+def model_examples(directory: Path | None) -> tuple[str, ...]:
+    """The prompts that a model suggests, as a server would tell them; none where it has no directory.
+
+    Raises StartupError if they cannot be read.
+    """
+    require_server_package()
+    if directory is None:
+        return ()
+    _require_directory(directory)
+    examples: tuple[str, ...] = importlib.import_module("orchestrator.model_info").read_examples(directory)
+    return examples
+
+
+def _require_directory(model: Path) -> None:
+    if not model.is_dir():
+        raise ConfigError(f"there is no model directory {model}")
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
@@ -158,8 +171,8 @@ class EmbeddedServer:
 
     def __enter__(self) -> Self:
         require_server_package()
-        if self._model is not None and not self._model.is_dir():
-            raise ConfigError(f"there is no model directory {self._model}")
+        if self._model is not None:
+            _require_directory(self._model)
         self._directory = tempfile.TemporaryDirectory(prefix="h3stream-", ignore_cleanup_errors=True)
         data = Path(self._directory.name) / "data"
         data.mkdir()

@@ -232,3 +232,5 @@ class ServerInfo:
     """Those that are kept where a request names none."""
     caller: Caller | None = None
     """Who the caller is, and what it may do; None: the server is older than this client."""
+    examples: tuple[str, ...] = ()
+    """Prompts that the model's maker suggests, to try it with."""

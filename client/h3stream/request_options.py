@@ -24,8 +24,18 @@ PREVIEW_SIDE = 256
 
 
 def add_request_options(command: argparse.ArgumentParser) -> None:
-    """Adds the fields of a request, the prompt first."""
-    command.add_argument("prompt", metavar="PROMPT", help="what to show and what to sound like")
+    """Adds the fields of a request, the prompt or what stands for it first."""
+    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to show and what to sound like")
+    prompt.add_argument(
+        "--example",
+        nargs="?",
+        const=1,
+        type=_example_number,
+        metavar="N",
+        help="in place of a prompt, one that the model suggests: the first, or that of a number (`h3stream examples` "
+        "lists them)",
+    )
     group = command.add_argument_group("request", "What is left out takes the server's default.")
     group.add_argument("--frames", type=int, help="frames at 24 per second: 17k + 5, from 22 to 362")
     group.add_argument("--width", type=int, help="canvas width in pixels, a multiple of 32")
@@ -118,6 +128,12 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "deadline_s": arguments.deadline,
         "idempotency_key": arguments.idempotency_key,
     }
+
+
+def _example_number(text: str) -> int:
+    if text.isascii() and text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of an example; `h3stream examples` lists them")
 
 
 def _window(text: str) -> Any:

@@ -28,7 +28,7 @@ CLIP = ClipSpec(
     kv_storage="gpu", seed=0,
 )  # fmt: skip
 
-MODEL = ModelInfo("fake", CLIP, dense_clip(CLIP, 5), "made of fakes")
+MODEL = ModelInfo("fake", CLIP, dense_clip(CLIP, 5), "made of fakes", ("A fox.", "A kite."))
 
 
 @asynccontextmanager

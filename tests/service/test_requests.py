@@ -163,6 +163,7 @@ async def test_server_info_states_limits_defaults_and_weights(service: Service) 
     assert {name.partition("/")[0] for name in info.weight_digests} == {"text_encoder", "dit", "vae"}
     assert info.library_versions["torch"]
     assert info.settings["max_queued_jobs"] == "4"
+    assert list(info.examples) == ["A fox.", "A kite."]
 
 
 @pytest.mark.parametrize(

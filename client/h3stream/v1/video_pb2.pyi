@@ -484,7 +484,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters", "default_preview", "artifacts", "default_artifacts", "caller")
+    __slots__ = ("server_version", "library_versions", "model_name", "weight_digests", "default_clip", "valid_num_frames", "max_canvas_pixels", "max_prompt_bytes", "max_message_bytes", "max_queued_jobs", "num_lanes", "settings", "default_dense_clip", "parts", "adapters", "default_preview", "artifacts", "default_artifacts", "caller", "examples")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -525,6 +525,7 @@ class GetServerInfoResponse(_message.Message):
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     library_versions: _containers.ScalarMap[str, str]
     model_name: str
@@ -544,7 +545,8 @@ class GetServerInfoResponse(_message.Message):
     artifacts: _containers.RepeatedScalarFieldContainer[str]
     default_artifacts: _containers.RepeatedScalarFieldContainer[str]
     caller: Caller
-    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., default_preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., default_artifacts: _Optional[_Iterable[str]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+    examples: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, server_version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., weight_digests: _Optional[_Mapping[str, str]] = ..., default_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., valid_num_frames: _Optional[_Iterable[int]] = ..., max_canvas_pixels: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_queued_jobs: _Optional[int] = ..., num_lanes: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., default_dense_clip: _Optional[_Union[_types_pb2.ClipSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_types_pb2.ModelPart, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterInfo, _Mapping]]] = ..., default_preview: _Optional[_Union[_types_pb2.PreviewSpec, _Mapping]] = ..., artifacts: _Optional[_Iterable[str]] = ..., default_artifacts: _Optional[_Iterable[str]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., examples: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Caller(_message.Message):
     __slots__ = ("tenant", "scopes", "limits", "usage")

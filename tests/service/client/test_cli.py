@@ -30,7 +30,7 @@ from h3stream import (
 )
 from h3stream.cli import main, make_parser
 from h3stream.codec import refine_spec_from_proto
-from tests.fakes import NOTICE, FakeVideoService, Script, content_of, events_of, media_of, plan_of
+from tests.fakes import EXAMPLES, NOTICE, FakeVideoService, Script, content_of, events_of, media_of, plan_of
 from tests.service.client.conftest import CLI, Run, finish, start, until
 
 PLAN = plan_of(GenerateRequest("a fox"))
@@ -46,6 +46,16 @@ async def test_generate_writes_the_stream_and_tells_how_it_went(run: Run, tmp_pa
     num_bytes = len(media_of(PLAN))
     assert re.fullmatch(rf"39 frames, 52000 samples, {num_bytes} bytes in 2 fragments; \d+\.\d s in all", lines[1])
     assert lines[2:] == [f"warning: {NOTICE}", "warning: 3 audio samples are at full scale", "clip.mp4"]
+
+
+async def test_an_example_of_the_server_takes_the_prompt_s_place(run: Run, service: FakeVideoService) -> None:
+    listed = (await run("examples")).out.decode().splitlines()
+    assert listed == [f" {number}  {prompt}" for number, prompt in enumerate(EXAMPLES, start=1)]
+    for number, options in ((1, ["--example"]), (2, ["--example", "2"])):
+        result = await run("generate", "-o", "clip.mp4", *options)
+        assert result.status == 0, result.err
+        assert result.err.splitlines()[0] == f"example {number} of 2: {EXAMPLES[number - 1]}"
+    assert [request.prompt for request in service.requests] == list(EXAMPLES)
 
 
 async def test_attach_saves_the_clip_of_a_job_from_its_start(run: Run, tmp_path: Path) -> None:
@@ -302,6 +312,14 @@ async def test_bad_input_is_told_field_by_field_and_leaves_an_older_file_alone(r
         (["generate", "a fox", "-o", "clip.mp4", "--frames", "many"], "--frames: invalid int value: 'many'"),
         (["generate", "a fox", "-o", "clip.mp4", "--frame", "22"], "unknown arguments: --frame"),
         (["generate", "a fox"], "required: -o/--output"),
+        (["generate", "-o", "clip.mp4"], "one of the arguments PROMPT --example is required"),
+        (["generate", "a fox", "-o", "clip.mp4", "--example"], "--example: not allowed with argument PROMPT"),
+        (
+            ["generate", "--example", "a fox", "-o", "clip.mp4"],
+            "'a fox' is no number of an example",
+        ),
+        (["plan", "--example", "0"], "'0' is no number of an example; `h3stream examples` lists them"),
+        (["plan", "--example", "7"], "example is 7; this model has 2 examples; the nearest valid value is 2"),
         (["plan", "a fox", "--mode", "turbo"], "--mode: invalid choice: 'turbo' (choose from 'streaming', 'dense')"),
         (
             ["plan", "a fox", "--adapter", "turbo=much"],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from h3stream import Client, GenerateRequest, embedded
-from h3stream.embedded import EmbeddedServer, model_directory, module_command
+from h3stream.embedded import EmbeddedServer, model_directory, model_examples, module_command
 from h3stream.errors import StartupError
 from tests.fakes import content_of, media_of, plan_of
 
@@ -53,35 +55,29 @@ CHILD = """
 
     asyncio.run(main())
 """
-MAKER = """
-    import os, sys
-    from pathlib import Path
 
-    if os.environ.get("MODE") == "die":
-        sys.exit("no room on the disk")
-    directory = Path(sys.argv[1])
-    directory.mkdir()
-    (directory / "model_index.json").write_text("{}")
-    with open(Path(os.environ["MARKS"]) / "made", "a") as file:
-        file.write("made\\n")
-"""
+
+def write_examples(model: Path, examples: list[str]) -> None:
+    model.mkdir(parents=True)
+    (model / "generation_config.json").write_text(json.dumps({"examples": examples}))
 
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which the child leaves marks; it also puts the child in the place of the real server."""
     packages = tmp_path / "packages"
-    for package, module, text in (("orchestrator", "__main__", CHILD), ("tools", "make_tiny_model", MAKER)):
-        (packages / package).mkdir(parents=True)
-        (packages / package / "__init__.py").touch()
-        (packages / package / f"{module}.py").write_text(textwrap.dedent(text))
+    orchestrator = packages / "orchestrator"
+    orchestrator.mkdir(parents=True)
+    (orchestrator / "__init__.py").touch()
+    (orchestrator / "__main__.py").write_text(textwrap.dedent(CHILD))
+    (orchestrator / "model_info.py").symlink_to(ROOT / "orchestrator" / "model_info.py")
+    write_examples(packages / "models" / "tiny", ["A star.", "A box over the sea."])
     marks = tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "my-model").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("MARKS", str(marks))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (packages, ROOT, ROOT / "client"))))
     monkeypatch.delenv("H3STREAM_MODEL", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -163,16 +159,49 @@ async def test_a_server_whose_parts_the_environment_names_gets_no_tiny_model(
     assert status == 0, err
     assert "starting the service on the files that the environment names" in err
     assert (marks / "arguments").read_text().splitlines()[:3] == ["--listen", "127.0.0.1:0", "--data"]
-    assert not (marks / "made").exists()
 
 
-async def test_a_tiny_model_is_made_on_first_use_and_kept(marks: Path, tmp_path: Path) -> None:
-    model = tmp_path / "cache" / "h3stream" / "tiny-model"
-    for _ in range(2):
-        status, _, err = await finish(await start("plan", "a fox"))
-        assert status == 0, err
-        assert (marks / "arguments").read_text().splitlines()[1] == str(model)
-    assert (marks / "made").read_text() == "made\n"
+async def test_where_no_model_is_named_it_is_the_repository_s(marks: Path, tmp_path: Path) -> None:
+    status, _, err = await finish(await start("plan", "a fox"))
+    assert status == 0, err
+    model = tmp_path / "packages" / "models" / "tiny"
+    assert (marks / "arguments").read_text().splitlines()[:2] == ["--model", str(model)]
+
+
+async def test_an_installed_server_without_the_repository_s_model_asks_for_one(marks: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "packages" / "models")
+    for command in (["generate", "a fox", "-o", "clip.mp4"], ["examples"], ["serve"]):
+        status, out, err = await finish(await start(*command))
+        assert (status, out) == (2, "")
+        assert "no model is named: give --model DIR, or set H3STREAM_MODEL" in err
+    assert list(marks.iterdir()) == []
+
+
+async def test_an_example_of_the_model_takes_the_prompt_s_place(marks: Path, tmp_path: Path) -> None:
+    status, out, err = await finish(await start("examples"))
+    assert (status, out) == (0, " 1  A star.\n 2  A box over the sea.\n"), err
+    write_examples(tmp_path / "other-model", ["A fox."])
+    status, out, _ = await finish(await start("examples", "--model", "other-model"))
+    assert (status, out, list(marks.iterdir())) == (0, " 1  A fox.\n", [])  # which start no server
+    status, _, err = await finish(await start("generate", "--example", "2", "-o", "clip.mp4"))
+    assert status == 0, err
+    assert err.splitlines()[0] == "example 2 of 2: A box over the sea."
+    assert (tmp_path / "clip.mp4").read_bytes() == media_of(plan_of(GenerateRequest("A box over the sea.")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--example", "3"], "example is 3; this model has 2 examples; the nearest valid value is 2"),
+        (["--example", "--model", "my-model"], "example is 1; this model suggests no examples; give a PROMPT"),
+        (["--example", "--model", "nowhere"], "there is no model directory nowhere"),
+    ],
+)
+async def test_an_example_that_is_not_there_starts_nothing(marks: Path, arguments: list[str], told: str) -> None:
+    status, out, err = await finish(await start("generate", "-o", "clip.mp4", *arguments))
+    assert (status, out) == (2, "")
+    assert told in err
+    assert list(marks.iterdir()) == []
 
 
 async def test_a_server_that_does_not_start_shows_the_end_of_its_log(
@@ -252,28 +281,16 @@ def test_a_user_who_waits_is_told_so_and_in_the_end_that_it_failed(
     assert said[1].startswith("still starting after")
 
 
-def test_the_model_is_the_one_given_else_the_environment_s(tmp_path: Path) -> None:
-    said: list[str] = []
-    environment = {"H3STREAM_MODEL": "from-the-environment", "XDG_CACHE_HOME": str(tmp_path)}
-    assert model_directory(Path("given"), environment, said.append) == Path("given")
-    assert model_directory(None, environment, said.append) == Path("from-the-environment")
-    assert model_directory(None, {"H3STREAM_DIT": "dit.safetensors"}, said.append) is None
-    assert model_directory(Path("given"), {"H3STREAM_DIT": "dit.safetensors"}, said.append) == Path("given")
-    assert said == []
+def test_the_model_is_the_one_given_else_the_environment_s() -> None:
+    environment = {"H3STREAM_MODEL": "from-the-environment"}
+    assert model_directory(Path("given"), environment) == Path("given")
+    assert model_directory(None, environment) == Path("from-the-environment")
+    assert model_directory(None, {"H3STREAM_DIT": "dit.safetensors"}) is None
+    assert model_directory(Path("given"), {"H3STREAM_DIT": "dit.safetensors"}) == Path("given")
 
 
-def test_a_tiny_model_that_cannot_be_made_is_one_clear_error(
-    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MODE", "die")
-    with pytest.raises(StartupError, match="cannot be made:\nno room on the disk"):
-        model_directory(None, {"XDG_CACHE_HOME": str(tmp_path)}, lambda line: None)
-
-
-def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "a-file").touch()
-    with pytest.raises(StartupError, match=r"cannot be made: .*: Not a directory"):
-        model_directory(None, {"XDG_CACHE_HOME": str(tmp_path / "a-file")}, lambda line: None)
+def test_a_model_without_a_directory_suggests_nothing() -> None:
+    assert model_examples(None) == ()
 
 
 def test_without_the_server_package_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,13 +314,13 @@ def test_a_folder_of_the_user_s_is_never_run_in_place_of_the_server(tmp_path: Pa
     ("arguments", "expected"),
     [
         (["--model", "my-model", "--listen", "127.0.0.1:0", "--new-option", "3"], None),
-        (["--threads", "3"], ["--model", "{cache}/h3stream/tiny-model", "--threads", "3"]),
+        (["--threads", "3"], ["--model", "{tiny}", "--threads", "3"]),
         (["--config=my.toml"], None),
         (["--dit", "dit.safetensors", "--video-vae=vae.safetensors", "--adapter", "turbo=t.safetensors:0.5"], None),
         (["--tokenizer", "tokenizer"], None),
         (
             ["--adapter", "turbo=t.safetensors", "--dit-layout", "comfyui"],
-            ["--model", "{cache}/h3stream/tiny-model", "--adapter", "turbo=t.safetensors", "--dit-layout", "comfyui"],
+            ["--model", "{tiny}", "--adapter", "turbo=t.safetensors", "--dit-layout", "comfyui"],
         ),
     ],
 )
@@ -314,8 +331,8 @@ async def test_serve_hands_its_arguments_to_the_server(
     assert process.stdout is not None
     await process.stdout.readline()
     assert (await process.stdout.readline()).startswith(b"listening on 127.0.0.1:")
-    cache = str(tmp_path / "cache")
-    wanted = arguments if expected is None else [part.format(cache=cache) for part in expected]
+    tiny = str(tmp_path / "packages" / "models" / "tiny")
+    wanted = arguments if expected is None else [part.format(tiny=tiny) for part in expected]
     assert (marks / "arguments").read_text().splitlines() == wanted
     assert int((marks / "pid").read_text()) == process.pid
     process.send_signal(signal.SIGTERM)

@@ -181,6 +181,7 @@ SERVER_INFO = st.builds(
     default_dense_clip=CLIP, parts=st.lists(PART, max_size=2).map(tuple), adapters=ADAPTERS,
     default_preview=PREVIEW, artifacts=st.lists(NAME, max_size=2).map(tuple),
     default_artifacts=st.lists(NAME, max_size=2).map(tuple), caller=st.none() | CALLER,
+    examples=st.lists(TEXT, max_size=2).map(tuple),
 )  # fmt: skip
 
 

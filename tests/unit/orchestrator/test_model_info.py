@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from h3stream.errors import CheckpointError, ConfigError
-from orchestrator.model_info import STANDARD_CLIP, read_model_info
+from orchestrator.model_info import STANDARD_CLIP, read_examples, read_model_info
 from services.checkpoints.components import FOLDERS, Part
 
 
@@ -36,6 +36,12 @@ def test_a_model_may_state_its_own_defaults_and_a_notice(directory: Path) -> Non
     assert info.notice == "noise"
 
 
+def test_a_model_may_suggest_examples(directory: Path) -> None:
+    assert read_model_info(directory).examples == read_examples(directory) == ()
+    write(directory, {"examples": ["A star.", "A box."]})
+    assert read_model_info(directory).examples == read_examples(directory) == ("A star.", "A box.")
+
+
 def test_a_model_may_state_the_forwards_of_a_dense_clip_apart(directory: Path) -> None:
     write(directory, {"num_frames": 39, "steps": 2, "dense_steps": 7, "video_shift": 6, "seed": 3})
     clip, dense = read_model_info(directory).default_clip, read_model_info(directory).default_dense_clip
@@ -56,6 +62,10 @@ def test_a_model_may_state_the_forwards_of_a_dense_clip_apart(directory: Path) -
         ({"video_shift": "x"}, "video_shift is 'x'; it must be a number"),
         ({"audio_shift": None}, "audio_shift is None; it must be a number"),
         ({"notice": 5}, "notice is 5; it must be a string"),
+        ({"examples": "a fox"}, "examples is 'a fox'; it must be a list of strings"),
+        ({"examples": ["a fox", 5]}, r"examples is \['a fox', 5\]; it must be a list of strings"),
+        ({"examples": ["a fox", " "]}, "example 2: the prompt is 1 characters of white space"),
+        ({"examples": ["a fox"] * 33}, "there are 33 examples; at most 32 are told"),
         ([], "is not a JSON object"),
         (5, "is not a JSON object"),
     ],
