@@ -266,6 +266,36 @@ async def test_a_reload_finds_what_the_clip_was_asked_for_with(opened: Opener, s
         await page.run("location.hash = '#job=job-1'")
 
 
+async def test_the_model_s_examples_fill_the_prompt(opened: Opener, service: LiveService) -> None:
+    chips = "document.querySelectorAll('#example-list button')"
+    value = "document.getElementById('prompt').value"
+    examples = tuple(f"A small red ball of number {n} bounces over a green meadow, humming low." for n in range(10))
+    service.info = replace(SERVER_INFO, examples=examples)
+    async with opened() as page:
+        await page.resize(1280, 900)
+        assert tuple(await page.run(f"[...{chips}].map((chip) => chip.textContent)")) == examples
+        assert await page.run("document.getElementById('prompt').placeholder") == examples[0]
+        assert await page.run(value) == ""
+        await page.run(f"{chips}[9].focus()")  # which scrolls to it
+        await page.press("Enter", 13, "\r")
+        assert await page.run(value) == examples[9]
+        await snap(page, "12-examples")
+        assert service.jobs == {}
+        await page.resize(360, 740)
+        assert await page.run("document.documentElement.scrollWidth <= 360")
+        await snap(page, "13-examples-narrow")
+        await page.run("form.requestSubmit()")
+        await page.until(ENDED)
+        assert service.jobs["job-0"].request.prompt == examples[9]
+
+
+async def test_a_model_without_examples_leaves_no_gap(opened: Opener, service: LiveService) -> None:
+    service.info = replace(SERVER_INFO, examples=())
+    async with opened() as page:
+        assert await page.run("document.getElementById('examples').offsetHeight") == 0
+        assert "fox" in await page.run("document.getElementById('prompt').placeholder")
+
+
 async def test_a_server_without_the_streaming_adapter_is_offered_for_dense_clips(
     opened: Opener, service: LiveService
 ) -> None:

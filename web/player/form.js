@@ -36,6 +36,7 @@ export class Form {
       ...canvases.map(([width, height]) => new Option(`${width} × ${height}`, `${width}x${height}`)),
       new Option("Custom…", "custom"));
     $("seed").value = clip.seed;
+    this.#showExamples(info.examples);
     $("adapter-list").replaceChildren(...info.adapters.filter((adapter) => !adapter.is_streaming).map(adapterRow));
     $("adapters").hidden = $("adapter-list").childElementCount === 0;
     const canStream = info.adapters.some((adapter) => adapter.is_streaming);
@@ -124,6 +125,24 @@ export class Form {
   clearErrors() {
     for (const place of document.querySelectorAll("[data-error], #form-error")) place.textContent = "";
     for (const input of document.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  }
+
+  // What this model understands is better than what the page says for any.
+  #showExamples(examples) {
+    if (examples.length === 0) return;
+    $("prompt").placeholder = examples[0];
+    $("example-list").replaceChildren(...examples.map((example) => {
+      const chip = document.createElement("button");
+      chip.type = "button";
+      chip.className = "plain chip";
+      chip.textContent = example;
+      chip.addEventListener("click", () => {
+        $("prompt").value = example;
+        this.clearErrors();
+      });
+      return chip;
+    }));
+    $("examples").hidden = false;
   }
 
   // The inputs of each adapter: whether it is used, and its strength.
