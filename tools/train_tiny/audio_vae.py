@@ -1,9 +1,9 @@
-"""`audio_vae/`: an audio autoencoder of the real class whose decoder is an additive synthesiser, built by formula.
+"""`audio_vae/`: an audio autoencoder of the real class, built by formula: its decoder is an additive synthesiser.
 
 A latent holds eight amplitudes: of the world's seven partials, and of the click that begins with the latent. The first
 upsampler draws them at 200 Hz as (in phase, quadrature) of every partial, the second overlap-adds waveforms of 9 ms,
 and the other five put samples in order. The residual blocks add nothing and the activations are straight lines, so the
-decoder is linear.
+decoder is linear. The encoder is its inverse for the world's own sounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusers import AutoencoderKLMiniMaxH3Audio
 from torch import Tensor, nn
 
 from core.geometry import AUDIO_LATENT_CHANNELS, AUDIO_LATENTS_PER_SECOND, SAMPLE_RATE, num_audio_latents
-from tools.tiny.fill import Normal, fan_in, fill
+from tools.tiny.fill import fill
 from tools.train_tiny.world import (
     CLICK_LEVEL,
     FUNDAMENTALS,
@@ -42,6 +42,8 @@ CONFIG = {
 
 NUM_AMPLITUDES = len(PARTIALS) + 1
 """Of every partial, then of the click."""
+_NUM_FEATURES = 2 * len(PARTIALS) + 1
+"""(In phase, quadrature) of every partial, then the click: what the decoder and the encoder see at 200 Hz."""
 _SPREAD = AUDIO_LATENT_CHANNELS // NUM_AMPLITUDES
 """Latent channels that carry one amplitude: the decoder reads their mean, in which errors average out."""
 _RATE = 5
@@ -54,8 +56,14 @@ _STEP = _RATE * _MILLISECOND
 _CLICK_TONES = (3100.0, 4100.0, 5300.0)
 """Frequencies of a click, Hz: between the partials and 6 kHz."""
 _CLICK_ATTACK_S, _CLICK_DECAY_S = 0.0002, 0.0015
-_LINEAR = 20.0
-"""Log beta of an activation: it adds at most exp(-20) to its input."""
+_LOG_LINEAR = 20.0
+"""Log beta of a decoder's activation: it adds at most exp(-20) to its input."""
+_LINEAR = 1e-6
+"""Alpha of an encoder's activation: it adds this times the square of its input."""
+_CONSTANT = 100.0
+"""Of two channels before the encoder's layer norm, one positive, one negative; amplitudes are below 1."""
+_LOG_STD = -10.0
+"""Of the posterior: an amplitude is certain."""
 
 
 def audio_latents(scenes: Scenes, num_frames: int) -> Tensor:
@@ -68,42 +76,37 @@ def audio_latents(scenes: Scenes, num_frames: int) -> Tensor:
     return ((amplitudes - mean) / std).repeat_interleave(_SPREAD, dim=1).float()
 
 
-def write_audio_vae(directory: Path, seed: int) -> None:
-    """Writes the component.  seed: of the encoder, which is random and does not match the decoder."""
-    normal = Normal(seed, "audio_vae")
-    mean, std = (value.repeat_interleave(_SPREAD) / _SPREAD**0.5 for value in _amplitude_statistics())
+def write_audio_vae(directory: Path) -> None:
+    """Writes the component; nothing in it is random."""
+    mean, std = (value.repeat_interleave(_SPREAD) / math.sqrt(_SPREAD) for value in _amplitude_statistics())
     with warnings.catch_warnings():
         # The published key names are those of torch's older weight norm, which the class must therefore use.
         warnings.filterwarnings("ignore", message=".*weight_norm.* is deprecated", category=FutureWarning)
         model = AutoencoderKLMiniMaxH3Audio(**CONFIG, latents_mean=mean.tolist(), latents_std=std.tolist())
-
-    def rule(name: str, parameter: nn.Parameter) -> Tensor:
-        """Random; in the decoder, everything zero but the activations."""
-        if name.startswith("decoder.") and not name.endswith("weight_v"):
-            return torch.full(parameter.shape, _LINEAR if name.endswith("beta") else 0.0)
-        if name.endswith(("weight_g", "alpha")) or (parameter.ndim == 1 and "norm" in name and "weight" in name):
-            return torch.ones(parameter.shape)
-        if parameter.ndim == 1:
-            return torch.zeros(parameter.shape)
-        return normal(name, parameter.shape, fan_in(parameter) ** -0.5)
-
-    fill(model, rule)
+    fill(model, _neutral)
     _build_decoder(model)
+    _build_encoder(model)
     model.save_pretrained(directory)
+
+
+def _neutral(name: str, parameter: nn.Parameter) -> Tensor:
+    """A value with which a residual adds nothing and an activation is a straight line."""
+    if name.endswith("beta"):
+        return torch.full(parameter.shape, _LOG_LINEAR)
+    if name.endswith("alpha") and name.startswith("encoder."):
+        return torch.full(parameter.shape, _LINEAR)
+    if name.endswith("weight_v") or (name.endswith("weight") and ".norm" in name):
+        return torch.ones(parameter.shape)
+    return torch.zeros(parameter.shape)
 
 
 def _build_decoder(model: AutoencoderKLMiniMaxH3Audio) -> None:
     """Sets every convolution on the way from latents to samples."""
     decoder = model.decoder
-    index = torch.arange(NUM_AMPLITUDES)
-    gather = torch.zeros(model.dec_in_proj.weight.shape)  # [32, 32, 1]
-    gather[:NUM_AMPLITUDES, :, 0] = torch.eye(NUM_AMPLITUDES).repeat_interleave(_SPREAD, dim=1) / _SPREAD**0.5
     with torch.no_grad():
-        model.dec_in_proj.weight.copy_(gather)
-        model.dec_in_proj.bias.zero_()
-
+        model.dec_in_proj.weight[:NUM_AMPLITUDES, :, 0] = _spreading().T
     passed_on = torch.zeros(decoder.conv_pre.weight_v.shape)  # [128, 32, 7]
-    passed_on[index, index, 3] = 1.0
+    passed_on[:NUM_AMPLITUDES, :NUM_AMPLITUDES, 3] = torch.eye(NUM_AMPLITUDES)
     _set_kernel(decoder.conv_pre, passed_on)
 
     upsamplers = [stage[0] for stage in decoder.ups]
@@ -119,6 +122,64 @@ def _build_decoder(model: AutoencoderKLMiniMaxH3Audio) -> None:
     last = torch.zeros(decoder.conv_post.weight_v.shape)  # [1, 1, 7]
     last[0, 0, 3] = 1.0
     _set_kernel(decoder.conv_post, last)
+
+
+@torch.no_grad()
+def _build_encoder(model: AutoencoderKLMiniMaxH3Audio) -> None:
+    """Makes the encoder the decoder's inverse: for sounds of the world, not for others, and but for a clip's ends.
+
+    The first three levels put the samples of a millisecond into the 16 channels that sounds of the world need, the
+    fourth compares 7 ms with the decoder's waveforms, the last solves for the amplitudes.
+    """
+    first, *levels, _, last = model.encoder.block
+    convolutions = [first, *(level.block[-1] for level in levels), last]
+    kernels = [torch.zeros(convolution.weight_v.shape) for convolution in convolutions]
+    kernels[0][0, 0, 3] = 1.0
+    for sample in range(2):  # from here on the channels are samples in order
+        kernels[1][sample, 0, 1 + sample] = 1.0
+    for sample in range(8):
+        kernels[2][sample, sample % 2, 2 + sample // 2] = 1.0
+
+    steps = _waveforms()[:_NUM_FEATURES, :, _FIRST:]  # [15, 32, 7]: what a step sounds like, millisecond by millisecond
+    pieces = steps.transpose(1, 2).reshape(-1, _MILLISECOND)
+    _, _, directions = torch.linalg.svd(pieces, full_matrices=False)  # strongest first
+    basis = directions[: len(kernels[3])]  # [16, 32]
+    kernels[3][:, :, 2:6] = basis.view(-1, 4, 8).transpose(1, 2)
+    kernels[4][:_NUM_FEATURES, :, 3:] = torch.einsum("fst,bs->fbt", steps, basis) / _STEP
+    for convolution, kernel in zip(convolutions[:5], kernels[:5], strict=True):
+        _set_kernel(convolution, kernel)
+
+    kernels[5][:NUM_AMPLITUDES, :_NUM_FEATURES] = _solve_for_amplitudes(model)
+    index = torch.arange(NUM_AMPLITUDES)
+    kernels[6][index, index, 1] = 1.0
+    kernels[6][NUM_AMPLITUDES + index, index, 1] = -1.0  # so that the mean is 0
+    for convolution, kernel in zip(convolutions[5:], kernels[5:], strict=True):
+        _set_kernel(convolution, kernel)
+    # Two constants far above all amplitudes make what the layer norm divides by a constant too.
+    last.bias[-2:] = torch.tensor([_CONSTANT, -_CONSTANT])
+    scale = _CONSTANT * math.sqrt(2 / len(last.bias))
+    model.pre_block.proj.weight[:, : 2 * NUM_AMPLITUDES] = torch.cat((_spreading(), -_spreading()), dim=1) * scale / 2
+    model.mean_proj.weight[:, :, 0] = torch.eye(AUDIO_LATENT_CHANNELS)
+    model.logs_proj.bias.fill_(_LOG_STD)
+
+
+def _solve_for_amplitudes(model: AutoencoderKLMiniMaxH3Audio) -> Tensor:
+    """Kernel `[8, 15, 10]` from features at 200 Hz to amplitudes at 40 Hz: the smallest that undoes the decoder."""
+    num_latents, middle, level = 9, 4, 0.5
+    latents = torch.zeros(NUM_AMPLITUDES, AUDIO_LATENT_CHANNELS, num_latents)
+    latents[:, :, middle] = level * _spreading().T
+    features = model.encoder.block[:5](model.decode(latents).sample)[:, :_NUM_FEATURES]  # [8, 15, 45]
+    seen = nn.functional.pad(features, (3, 3)).unfold(2, 2 * _RATE, _RATE)  # [8, 15, 9, 10]: by the last level
+    wanted = torch.zeros(NUM_AMPLITUDES, num_latents, NUM_AMPLITUDES)
+    wanted[:, middle] = level * torch.eye(NUM_AMPLITUDES)
+    inverse = torch.linalg.pinv(seen.transpose(1, 2).flatten(2).flatten(0, 1).double(), rtol=1e-5)  # [150, 72]
+    solution: Tensor = inverse @ wanted.flatten(0, 1).double()  # [150, 8]
+    return solution.T.reshape(NUM_AMPLITUDES, _NUM_FEATURES, 2 * _RATE).float()
+
+
+def _spreading() -> Tensor:
+    """Orthonormal `[32, 8]` from amplitudes to latent channels."""
+    return torch.eye(NUM_AMPLITUDES).repeat_interleave(_SPREAD, dim=0) / math.sqrt(_SPREAD)
 
 
 @torch.no_grad()
