@@ -8,7 +8,6 @@ The same seed writes the same bytes. Clips of such a model are coloured noise wi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -22,14 +21,6 @@ GENERATION_DEFAULTS = {
     "notice": "random weights: the clip is coloured noise with noise for sound, not what the prompt says",
 }
 """What a request for this model gets where it says nothing, and what its user should be told."""
-
-_COMPONENT_CLASSES = {
-    "transformer": ("diffusers", "MiniMaxH3Transformer3DModel"),
-    "vae": ("diffusers", "AutoencoderKLMiniMaxH3"),
-    "audio_vae": ("diffusers", "AutoencoderKLMiniMaxH3Audio"),
-    "text_encoder": ("transformers", "Qwen3VLForConditionalGeneration"),
-    "tokenizer": ("transformers", "Qwen2Tokenizer"),
-}
 
 
 def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> bool:
@@ -58,10 +49,9 @@ def make_tiny_model(directory: Path, seed: int = 0, *, force: bool = False) -> b
 
 def _write_components(directory: Path, seed: int) -> None:
     # Imported here: the libraries take seconds, and a complete model needs none of them.
-    import diffusers
-
     from tools.tiny.adapter import write_raven_adapter
     from tools.tiny.audio_vae import write_audio_vae
+    from tools.tiny.index import write_json, write_model_index
     from tools.tiny.text_encoder import write_text_encoder
     from tools.tiny.tokenizer import write_tokenizer
     from tools.tiny.transformer import write_transformer
@@ -73,13 +63,8 @@ def _write_components(directory: Path, seed: int) -> None:
     write_audio_vae(directory / "audio_vae", seed)
     added_token_ids = write_tokenizer(directory / "tokenizer")
     write_text_encoder(directory / "text_encoder", added_token_ids, seed)
-    _write_json(directory / "generation_config.json", GENERATION_DEFAULTS)
-    index = {"_class_name": "MiniMaxH3ModularPipeline", "_diffusers_version": diffusers.__version__}
-    _write_json(directory / "model_index.json", {**index, **_COMPONENT_CLASSES})
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "generation_config.json", GENERATION_DEFAULTS)
+    write_model_index(directory)
 
 
 def main() -> None:
