@@ -25,7 +25,7 @@ _HOW_MADE = {
     "transformer": "trained on whole clips; by itself it makes dense clips and refines sound",
     "adapters/raven.safetensors": "trained with it; needed to stream: chunk by chunk, few steps",
     "vae": "decoder begun by formula, then trained; encoder random",
-    "audio_vae": "decoder by formula, not trained; encoder random",
+    "audio_vae": "built by formula, not trained",
     "text_encoder": "trained to tell what a prompt says; vision part random",
     "tokenizer": "byte-level BPE over the words of the prompts",
 }
@@ -96,8 +96,8 @@ prompt leaves open, such as where a shape begins.
 
 - It holds none of MiniMax's weights, nor anything made from them, and says nothing of the quality of H3.
 - It knows its world and nothing else. Words that are none of that world's are skipped: a fox is a white circle.
-- The encoders of both autoencoders are random and do not match their decoders: a picture or a sound that is put in does
-  not come out again.
+- The encoder of its video autoencoder is random and does not match the decoder: a picture that is put in does not come
+  out again. The audio autoencoder gives back the world's sounds alone.
 - It was trained for this canvas and for clips of up to {MAX_FRAMES} frames.
 
 ## Try it

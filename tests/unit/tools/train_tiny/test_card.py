@@ -36,7 +36,7 @@ def test_a_server_takes_the_defaults_the_notice_and_the_examples(model: Path) ->
 
 def test_the_card_says_what_it_is_and_is_not_and_how_it_was_made(model: Path) -> None:
     card = (model / "README.md").read_text()
-    for said in ("none of MiniMax's weights", "encoders of both autoencoders are random", "--seed 7", EXAMPLES[-1]):
+    for said in ("none of MiniMax's weights", "video autoencoder is random", "--seed 7", EXAMPLES[-1]):
         assert said in card
     assert "| `vae` | AutoencoderKLMiniMaxH3 | 1 | decoder begun" in card
     assert "| shape right | 99.5 % |\n| seams | 1.1 |" in card
