@@ -1,0 +1,61 @@
+"""What the DiT learns from: random scenes of the world with prompts that say them, as latents and hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from services.text_encoder.prompt import PromptTokenizer
+from services.text_encoder.weights import load_language_model
+from tools.train_tiny.audio_vae import audio_latents
+from tools.train_tiny.grammar import describe
+from tools.train_tiny.training import generator
+from tools.train_tiny.transformer import Clips, Lesson, batch_size
+from tools.train_tiny.video_latents import clip_latents
+from tools.train_tiny.world import NUM_OBJECTS, Scene, batch, random_scene
+
+NUM_PROMPTS = 40_000
+_ENCODED_AT_ONCE = 256
+
+
+class Lessons:
+    """Prompts with their hidden states, in groups of one length: a step's prompts need no padding."""
+
+    def __init__(self, model: Path, seed: int, num_prompts: int = NUM_PROMPTS) -> None:
+        """model: directory with `text_encoder` and `tokenizer`."""
+        random = generator(seed, "lessons")
+        language_model = load_language_model(model / "text_encoder", "auto")
+        tokenizer = PromptTokenizer(model / "tokenizer", language_model.vocab_size)
+        groups: dict[int, list[tuple[Scene, list[int]]]] = {}
+        for _ in range(num_prompts):
+            while (scene := random_scene(random)).is_held_out:
+                pass
+            ids = tokenizer.ids(describe(scene, random))
+            groups.setdefault(len(ids), []).append((scene, ids))
+        # A length that few prompts have would always bring the same ones.
+        kept = [group for _, group in sorted(groups.items()) if len(group) >= num_prompts // 400]
+        self._scenes = [[scene for scene, _ in group] for group in kept]
+        self._states = [_encoded(language_model.module, [ids for _, ids in group]) for group in kept]
+        self._sizes = torch.tensor([float(len(group)) for group in kept])
+
+    def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
+        """Random clips of a lesson."""
+        group = int(torch.multinomial(self._sizes, 1, generator=random))
+        count = batch_size(lesson)
+        chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
+        named = [self._scenes[group][i] for i in chosen.tolist()]
+        scenes = batch(named, torch.rand(count, NUM_OBJECTS, 2, generator=random))
+        return Clips(
+            text=self._states[group][chosen].float(),
+            video=clip_latents(scenes, lesson.num_frames),
+            audio=audio_latents(scenes, lesson.num_frames),
+        )
+
+
+@torch.no_grad()
+def _encoded(module: nn.Module, prompts: list[list[int]]) -> Tensor:
+    """Hidden states `[N, E, 128]` of prompts of one length, as the encoder computes them."""
+    parts = torch.tensor(prompts).split(_ENCODED_AT_ONCE)
+    return torch.cat([module(input_ids=ids, use_cache=False).last_hidden_state for ids in parts])
