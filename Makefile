@@ -2,13 +2,12 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-MODEL := var/tiny-model
+MODEL := models/tiny
 
 .PHONY: demo test check protos format clean
 
-demo: $(MODEL)
-	$(BIN)/h3stream generate --model $(MODEL) --frames 39 -o clip.mp4 \
-	    "A red fox trots through fresh snow; the snow crunches under its paws."
+demo: $(VENV)/.run
+	$(BIN)/h3stream generate --model $(MODEL) --example -o clip.mp4
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
@@ -38,6 +37,3 @@ $(VENV)/.run: pyproject.toml client/pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e client -e '.[dev]'
 	touch $@
-
-$(MODEL): $(VENV)/.run
-	$(BIN)/python -m tools.make_tiny_model $@

@@ -27,6 +27,7 @@ GUIDE = (ROOT / "docs" / "api.md").read_text()
 REFINING = (ROOT / "docs" / "refine.md").read_text()
 WEIGHTS = (ROOT / "docs" / "getting-the-weights.md").read_text()
 OPERATING = (ROOT / "docs" / "access.md").read_text() + (ROOT / "docs" / "operations.md").read_text()
+TINY_MODEL = (ROOT / "docs" / "tiny-model.md").read_text()
 READMES = (ROOT / "README.md").read_text() + (ROOT / "client" / "README.md").read_text()
 
 
@@ -65,7 +66,7 @@ def commands(text: str) -> list[str]:
         *commands(GUIDE),
         *commands(REFINING),
         *commands(READMES),
-        *(line for line in commands(OPERATING) if line.startswith("h3stream")),
+        *(line for line in commands(OPERATING + TINY_MODEL) if line.startswith("h3stream")),
         *(line for line in commands(WEIGHTS) if line.startswith("h3stream")),
     ],
 )
@@ -150,6 +151,7 @@ def test_the_sizes_of_the_published_files_are_those_of_their_tables(file: str, t
         "docs/architecture.md",
         "docs/getting-the-weights.md",
         "docs/refine.md",
+        "docs/tiny-model.md",
         "docs/web.md",
     ],
 )

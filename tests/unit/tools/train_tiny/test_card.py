@@ -12,6 +12,7 @@ from orchestrator.model_info import read_model_info
 from tools.train_tiny.card import MAX_BYTES, problems, write_card
 from tools.train_tiny.grammar import EXAMPLES
 
+REPOSITORY_MODEL = Path(__file__).parents[4] / "models" / "tiny"
 PARTS = ("transformer", "vae", "audio_vae", "text_encoder", "tokenizer")
 
 
@@ -74,3 +75,11 @@ def test_a_directory_that_has_grown_too_large_is_told(model: Path) -> None:
         file.truncate(MAX_BYTES)
     write_card(model, 7, {})
     assert [line.partition(" bytes")[2] for line in problems(model)] == [f"; at most {MAX_BYTES} are allowed"]
+
+
+@pytest.mark.skipif(
+    not REPOSITORY_MODEL.is_dir(), reason="there is no models/tiny; python -m tools.train_tiny makes it"
+)
+def test_the_repository_s_model_is_whole_small_enough_and_suggests_what_the_grammar_does() -> None:
+    assert problems(REPOSITORY_MODEL) == []
+    assert read_model_info(REPOSITORY_MODEL).examples == EXAMPLES
