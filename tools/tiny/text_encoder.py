@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -37,22 +38,45 @@ def write_text_encoder(directory: Path, added_token_ids: dict[str, int], seed: i
         return normal(name, parameter.shape, gain * fan_in(parameter) ** -0.5)
 
     fill(model, rule)
+    save(model, directory, HIDDEN_STATE_INDEX)
+
+
+def save(model: Qwen3VLForConditionalGeneration, directory: Path, hidden_state_index: int) -> None:
+    """Writes weights and configuration, which says what hidden state H3 reads."""
     logging.disable_progress_bar()  # one file of half a second
     model.save_pretrained(directory)
     path = directory / "config.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
-    stored["h3_hidden_state_index"] = HIDDEN_STATE_INDEX
+    stored["h3_hidden_state_index"] = hidden_state_index
     path.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _config(ids: dict[str, int]) -> Qwen3VLConfig:
+    return text_encoder_config(
+        ids,
+        text={"hidden_size": _TEXT_WIDTH, "intermediate_size": 256, "num_hidden_layers": 6},
+        vision={
+            "depth": 4,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+    )
+
+
+def text_encoder_config(
+    ids: dict[str, int], text: dict[str, Any], vision: dict[str, Any], *, tie_word_embeddings: bool = False
+) -> Qwen3VLConfig:
+    """The class's configuration for the added tokens `ids`, with heads of 32 channels: four of queries, two of keys.
+
+    text, vision: sizes of the language model and of the vision tower.
+    """
     vocabulary = max(ids.values()) + 1
     return Qwen3VLConfig(
         text_config={
             "vocab_size": -(-vocabulary // 128) * 128,
-            "hidden_size": _TEXT_WIDTH,
-            "intermediate_size": 256,
-            "num_hidden_layers": 6,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
@@ -63,19 +87,12 @@ def _config(ids: dict[str, int]) -> Qwen3VLConfig:
                 "mrope_interleaved": True,
                 "mrope_section": [6, 5, 5],
             },
+            **text,
         },
-        vision_config={
-            "depth": 4,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": _TEXT_WIDTH,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1, 2],
-        },
+        vision_config={"out_hidden_size": text["hidden_size"], **vision},
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_word_embeddings,
     )

@@ -1,12 +1,13 @@
 """`tokenizer/`: a byte-level BPE tokenizer of the Qwen2 form with H3's seven extra tokens.
 
-The vocabulary is small because the merges are learned from the few lines below; any text still encodes, byte by byte at
-worst, and no published vocabulary is needed.
+The vocabulary is small because the merges are learned from a few lines; any text still encodes, byte by byte at worst,
+and no published vocabulary is needed.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from core.prompt import ALLOWED_SPECIAL_TOKENS, REFUSED_ADDED_TOKENS, REFUSED_SPECIAL_TOKENS
 
 _MAX_MERGED_TOKENS = 1024
-"""Bytes and merges together, before the added tokens; the text below runs out of merges earlier."""
+"""Bytes and merges together, before the added tokens."""
 
 _WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,7 +25,7 @@ _WORD_PATTERN = (
 ADDED_TOKENS = (*REFUSED_SPECIAL_TOKENS, *REFUSED_ADDED_TOKENS, *ALLOWED_SPECIAL_TOKENS)
 """Every added token in the published order; ids follow the merged vocabulary without a gap."""
 
-_TEXT = (
+TEXT = (
     "integrated_multimodal_description: [Shot 1] Live-action, a medium shot of a kitchen at dawn.",
     "[Shot 2] At 00:03.500, the camera cuts to a close-up of a woman (S1) who says: [English] Hello there.",
     "overall_soundscape: Rain on a window, distant traffic, soft footsteps, the wind in the trees.",
@@ -38,12 +39,16 @@ _TEXT = (
     "Clouds of colour move across the screen: blue, green, yellow, orange, purple, white and grey.",
     "She doesn't know that it's late; they'll wait, we're here, I've seen it, he'd go and I'm sure you can't.",
 )
+"""What the merges are learned from where nothing else is given; it runs out of them before the most are made."""
 
 
-def write_tokenizer(directory: Path) -> dict[str, int]:
-    """Writes the component and returns the ids of the added tokens. The same files every time: nothing is random."""
+def write_tokenizer(directory: Path, text: Iterable[str] = TEXT) -> dict[str, int]:
+    """Writes the component and returns the ids of the added tokens. The same text, the same files: nothing is random.
+
+    text: what the merges are learned from.
+    """
     directory.mkdir(parents=True)
-    tokenizer = _train()
+    tokenizer = _train(text)
     tokenizer.model.save(str(directory))  # vocab.json and merges.txt, without the added tokens
     first_id = tokenizer.get_vocab_size(with_added_tokens=False)
     for token in ADDED_TOKENS:
@@ -59,7 +64,7 @@ def write_tokenizer(directory: Path) -> dict[str, int]:
     return ids
 
 
-def _train() -> Tokenizer:
+def _train(text: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -75,7 +80,7 @@ def _train() -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.train_from_iterator(text, trainer)
     return tokenizer
 
 
