@@ -46,7 +46,7 @@ def test_the_side_that_is_heard_is_the_one_where_the_first_object_is_seen(rhythm
     true = read_scene(pictures(scenes, FRAMES), through_aac(waveform(scenes, FRAMES)))
     first, second = paired(true.picture, scene)
     assert all(verdicts(true, scene).values())
-    assert float(pan_errors(true.sound, first).abs().quantile(0.95)) < 0.01
+    assert float(pan_errors(true.sound, first).abs().median()) < 0.005
     assert float(pan_errors(true.sound, first).abs().max()) < 0.03  # where the other object clicks
     assert float(pan_errors(true.sound, second).abs().median()) > 0.3
     assert tone_error(true.sound, first, scene) < 0.06
