@@ -167,11 +167,10 @@ class _Background(NamedTuple):
 
 _BACKGROUND_WORDS = {
     "night": _Background(
-        ("night", "midnight", "dark sky", "the dark", "darkness", "starry sky", "moonlight"),
+        ("night", "midnight", "dark sky", "darkness", "starry sky", "moonlight"),
         (
             "at night",
             "under a dark sky",
-            "in the dark",
             "at midnight",
             "in darkness",
             "under a starry sky",
@@ -179,6 +178,7 @@ _BACKGROUND_WORDS = {
             "in the moonlight",
             "in the night",
             "under the night sky",
+            "across the night sky",
         ),
     ),
     "sunset": _Background(
@@ -207,10 +207,12 @@ _BACKGROUND_WORDS = {
             "in a meadow",
             "over the field",
             "on the grass",
+            "across a green field",
+            "on a sunny day",
         ),
     ),
     "fog": _Background(
-        ("fog", "mist", "haze"),
+        ("fog", "mist", "haze", "foggy", "misty", "hazy"),
         ("in the fog", "in mist", "in a grey haze", "in thick fog", "through the mist", "in white mist", "in the haze"),
     ),
     "sea": _Background(
@@ -225,6 +227,8 @@ _BACKGROUND_WORDS = {
             "above the water",
             "over the ocean",
             "over a blue sea",
+            "into the sea",
+            "from the sea",
         ),
     ),
 }
@@ -264,46 +268,56 @@ _SILENCE_WORDS = ("silence", "silent", "silently", "without a sound", "no sound"
 _ARTICLES = ("a", "an", "the", "another", "one")
 _JOINTS = ("and", ",")
 """What may stand between the adjectives of one noun."""
-_BORDERS: tuple[str, ...] = (
-    ".",
-    ";",
-    ":",
-    "!",
-    "?",
-    "while",
-    "with",
-    "as",
-    "beside",
-    "at",
-    "in",
-    "on",
-    "over",
-    "above",
-    "below",
-    "under",
-)
-_BORDERS += (
-    "by",
-    "before",
-    "behind",
-    "through",
-    "near",
-    "of",
-    "is",
-    "are",
-    "it",
-    "that",
-    "which",
-    "to",
-    "from",
-    "there",
+_BORDERS = (
+    *(
+        ".",
+        ";",
+        ":",
+        "!",
+        "?",
+        "while",
+        "with",
+        "as",
+        "beside",
+        "at",
+        "in",
+        "on",
+        "over",
+        "above",
+        "below",
+        "under",
+        "by",
+    ),
+    *("before", "behind", "through", "near", "of", "is", "are", "it", "that", "which", "to", "from", "there"),
+    *("into", "across"),
 )
 
 _FILLERS = (
     *("beautiful", "cinematic", "4k", "detailed", "realistic", "gently", "slowly", "gracefully", "smoothly", "lovely"),
     *("calm", "nice", "very", "soft", "simple", "elegant", "quickly", "happily", "shiny", "glowing", "vivid", "steady"),
     *("perfect", "strange", "magical", "8k", "hd", "lonely", "cute", "bold", "pretty", "really", "softly", "quiet"),
+    *(
+        "dog",
+        "cat",
+        "runs",
+        "park",
+        "house",
+        "music",
+        "happy",
+        "old",
+        "young",
+        "city",
+        "man",
+        "woman",
+        "tree",
+        "walking",
+    ),
+    *("slow", "fast", "scene", "camera", "style", "dark", "light", "pale", "nothing", "else", "please", "for", "my"),
+    *("just", "same", "time", "morning", "sun", "behold", "quick", "brown", "fox", "hello", "world", "this", "dancing"),
 )
+_SHADES = ("bright", "dark", "light", "deep", "pale")
+"""What may stand before a colour."""
+_PAIR_OPENINGS = ("two objects", "two shapes", "two things")
 _OPENINGS = ("A video of", "A clip of", "Imagine", "Show me", "Please make", "An animation of", "Picture", "We see")
 _ENDINGS = (", cinematic", ", 4k", ", highly detailed", ". Cinematic", ". Very detailed", ", in a smooth style")
 
@@ -465,6 +479,21 @@ _Units = list[str]
 """Phrases and punctuation in order; other words may come between two of them, but not within one."""
 
 
+def plainer(scene: Scene, generator: torch.Generator) -> Scene:
+    """The scene with every second of its attributes, and its second object, as where a prompt says nothing."""
+    rng = random.Random(int(torch.randint(2**31, (), generator=generator)))
+    things = tuple(
+        Thing(*(rng.choice(pair) for pair in zip(thing, DEFAULT_THING, strict=True))) for thing in scene.things
+    )
+    is_silent = rng.random() < 0.5
+    return Scene(
+        things[: rng.choice((1, NUM_OBJECTS))],
+        rng.choice((scene.background, DEFAULT_BACKGROUND)),
+        0 if is_silent else scene.pitch,
+        0 if is_silent else scene.rhythm,
+    )
+
+
 def describe(scene: Scene, generator: torch.Generator) -> str:
     """A random prompt that `understand` takes for `scene`."""
     rng = random.Random(int(torch.randint(2**31, (), generator=generator)))
@@ -504,6 +533,7 @@ def _sentences(scene: Scene, rng: random.Random) -> _Units:
         sentences.append(_sound_sentence(scene, rng))
     units = _flat(opening)
     if others:
+        units += [rng.choice(_PAIR_OPENINGS), ":"] if rng.random() < 0.05 else []
         units += [*_object(first, rng), *_flat(middle)]
         units += rng.choice((("and",), (",", "and"), ("while",), ("beside",), ("above",), ("with",), (",",), ("near",)))
         units += [*_object(others[0], rng), *_flat(closing)]
@@ -526,7 +556,10 @@ def _tags(scene: Scene, rng: random.Random) -> _Units:
     tags: list[_Units] = []
     if len(scene.things) == 1 and rng.random() < 0.5:
         thing = scene.things[0]
-        tags += [*([word] for word in _adjectives(thing, rng)), [_noun(thing, rng)], _motion(thing, rng, form=1)]
+        tags += [[word] for word in _adjectives(thing, rng)]
+        if thing.shape != DEFAULT_THING.shape or rng.random() < 0.8:
+            tags.append([_noun(thing, rng)])
+        tags.append(_motion(thing, rng, form=1))
         rng.shuffle(tags)
     else:
         for thing in scene.things:
@@ -556,7 +589,7 @@ def _object(thing: Thing, rng: random.Random) -> _Units:
         before.insert(rng.randrange(len(before) + 1), rng.choice(adjectives))
     units = [rng.choice((_ARTICLE, _ARTICLE, _ARTICLE, "the", "one")), *_joined(before, rng), _noun(thing, rng)]
     if behind:
-        if len(behind) == 1 and behind[0] in _COLOUR_WORDS[COLOURS[thing.colour]] and rng.random() < 0.5:
+        if len(behind) == 1 and behind[0].split()[-1] in _COLOUR_WORDS[COLOURS[thing.colour]] and rng.random() < 0.5:
             units += ["in", behind[0]]
         elif rng.random() < 0.5:
             units += [rng.choice(("that is", "which is")), *_and(behind)]
@@ -590,7 +623,8 @@ def _adjectives(thing: Thing, rng: random.Random) -> _Units:
     if thing.size != DEFAULT_THING.size or rng.random() < 0.4:
         said.append(rng.choice(_SIZE_WORDS[SIZES[thing.size]]))
     if thing.colour != DEFAULT_THING.colour or rng.random() < 0.7:
-        said.append(rng.choice(_COLOUR_WORDS[COLOURS[thing.colour]]))
+        shade = f"{rng.choice(_SHADES)} " if rng.random() < 0.1 else ""
+        said.append(shade + rng.choice(_COLOUR_WORDS[COLOURS[thing.colour]]))
     if rng.random() < 0.2:
         said.reverse()
     return said
@@ -609,7 +643,9 @@ def _and(words: _Units) -> _Units:
 def _noun(thing: Thing, rng: random.Random, *, is_bare: bool = False) -> str:
     if thing.shape == DEFAULT_THING.shape and rng.random() < 0.15 and not is_bare:
         return rng.choice(_ANY_SHAPE_WORDS)
-    return rng.choice(_SHAPE_WORDS[SHAPES[thing.shape]])
+    noun = rng.choice(_SHAPE_WORDS[SHAPES[thing.shape]])
+    behind = rng.choice((" shape", "-shaped object", " object", "-shaped thing")) if rng.random() < 0.05 else ""
+    return noun + behind
 
 
 def _motion(thing: Thing, rng: random.Random, *, form: int) -> _Units:
@@ -620,7 +656,7 @@ def _motion(thing: Thing, rng: random.Random, *, form: int) -> _Units:
     words = _MOTION_WORDS[name]
     if words.ways and rng.random() < (0.2 if name in ("bounce", "orbit") else 0.7 if words.verbs else 1.0):
         return [rng.choice(_GOES)[form], rng.choice(words.ways)]
-    return [rng.choice(words.verbs)[form]]
+    return [rng.choice(words.verbs)[form] + (" high" if rng.random() < 0.03 else "")]
 
 
 def _place(scene: Scene, rng: random.Random) -> str:
@@ -682,6 +718,8 @@ def _sound_sentence(scene: Scene, rng: random.Random) -> _Units:
 
 def _with_fillers(units: _Units, rng: random.Random) -> _Units:
     """The phrases with words between them that mean nothing, in about half of all prompts."""
+    if not units:
+        units = [rng.choice(_FILLERS) for _ in range(rng.randint(1, 5))]
     if rng.random() < 0.1:
         units = [rng.choice(_OPENINGS), *units]
     if rng.random() < 0.1:
@@ -702,7 +740,10 @@ def _made_up(rng: random.Random) -> str:
     if rng.random() < 0.1:
         return str(rng.randrange(3000))
     while True:
-        letters = [rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))]
+        letters = [
+            rng.choice("bcdfghjklmnprstvwz") + rng.choice(("", "", "l", "r")) + rng.choice("aeiouy")
+            for _ in range(rng.randint(1, 3))
+        ]
         word = "".join(letters) + rng.choice(("", "n", "r", "s", "k", "m"))
         if word not in VOCABULARY:
             return word

@@ -1,14 +1,14 @@
 """`tokenizer/` and `text_encoder/` of the trained tiny model: the last token's hidden state tells the prompt's scene.
 
 A language model of the published class learns it through linear heads, one an attribute, which are thrown away: what a
-linear map can read, the DiT can. Every other token is asked for the whole scene as well, so a state holds what has been
-said so far. The vision tower is random, since a prompt is text alone.
+linear map can read, the DiT can. A prompt may end anywhere, so other tokens are asked too: for the scene that the
+prompt would name if it ended there. The vision tower is random, since a prompt is text alone.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from services.text_encoder.prompt import PromptTokenizer
 from tools.tiny.fill import Normal, fan_in, fill
 from tools.tiny.text_encoder import save, text_encoder_config
 from tools.tiny.tokenizer import write_tokenizer
-from tools.train_tiny.grammar import EXAMPLES, VOCABULARY, describe
+from tools.train_tiny.grammar import EXAMPLES, VOCABULARY, describe, plainer, understand
 from tools.train_tiny.training import generator, run_steps
 from tools.train_tiny.world import (
     BACKGROUNDS,
@@ -45,8 +45,12 @@ NUM_STEPS = 900
 _BATCH = 128
 _WARM_UP = 50
 _LEARNING_RATE = 3e-3
-_EVERY_TOKEN = 0.3
-"""Weight of what every token tells beside what the last one does."""
+_PLAINER = 5
+"""One scene in so many has much that goes without saying."""
+_NUM_EARLIER = 4
+"""Tokens of a prompt, at random, that are asked beside its last one."""
+_SIZE_WEIGHT = 0.1
+"""Of the loss that keeps the mean square of a state near 1."""
 
 ATTRIBUTES = {
     "objects": NUM_OBJECTS,
@@ -89,32 +93,47 @@ class Prompts:
     """Tokens and meanings of many prompts, the shortest first."""
 
     ids: tuple[tuple[int, ...], ...]
+    asked: Tensor
+    """`[N, 5]` int64: indices of the tokens that are asked, the first of which is a prompt's last."""
     targets: Tensor
-    """`[N, 12]` int64: `attributes` of each."""
+    """`[N, 5, 12]` int64: `attributes` of the scene that the prompt names up to there."""
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids `[B, E]`, filled up with 0 on the right, index of each last token `[B]`, targets `[B, 12]`."""
+        """Token ids `[B, E]`, filled up with 0 on the right, with `asked` and `targets` of the same prompts."""
         chosen = self.ids[start:stop]
         ids = torch.zeros(len(chosen), max(map(len, chosen)), dtype=torch.int64)
         for row, tokens in zip(ids, chosen, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
-        return ids, torch.tensor([len(tokens) - 1 for tokens in chosen]), self.targets[start:stop]
+        return ids, self.asked[start:stop], self.targets[start:stop]
 
 
 def random_scenes(count: int, random: torch.Generator, *, held_out: bool) -> Iterator[Scene]:
-    """Random scenes that are, or are not, kept from training."""
+    """Random scenes that are, or are not, kept from training; a part of them is plain."""
     while count:
         scene = random_scene(random)
+        if int(torch.randint(_PLAINER, (), generator=random)) == 0:
+            scene = plainer(scene, random)
         if scene.is_held_out == held_out:
             count -= 1
             yield scene
 
 
-def random_prompts(scenes: Sequence[Scene], tokenizer: PromptTokenizer, random: torch.Generator) -> Prompts:
-    """One prompt of each scene."""
-    found = [(tuple(tokenizer.ids(describe(scene, random))), attributes(scene)) for scene in scenes]
+def random_prompts(scenes: Iterable[Scene], tokenizer: PromptTokenizer, random: torch.Generator) -> Prompts:
+    """One prompt of each scene. Of what a part of a prompt names, a scene that is held out is not asked for."""
+    found = []
+    for scene in scenes:
+        ids = tuple(tokenizer.ids(describe(scene, random)))
+        asked = [len(ids) - 1, *torch.randint(len(ids), (_NUM_EARLIER,), generator=random).tolist()]
+        named = [scene, *(understand(tokenizer.text(list(ids[: index + 1]))) for index in asked[1:])]
+        known = [i == 0 or not part.is_held_out for i, part in enumerate(named)]
+        targets = [
+            attributes(part) if is_known else [_UNTOLD] * len(ATTRIBUTES)
+            for part, is_known in zip(named, known, strict=True)
+        ]
+        found.append((ids, asked, targets))
     found.sort(key=lambda prompt: len(prompt[0]))
-    return Prompts(tuple(ids for ids, _ in found), torch.tensor([targets for _, targets in found]))
+    ids_, asked_, targets_ = zip(*found, strict=True)
+    return Prompts(ids_, torch.tensor(asked_), torch.tensor(targets_))
 
 
 def train_text_encoder(
@@ -147,9 +166,8 @@ def train_text_encoder(
     language.load_state_dict(model.model.language_model.state_dict(), strict=False)
     tokenizer = PromptTokenizer(directory / "tokenizer", config.text_config.vocab_size)
     random = generator(seed, "text_encoder", "prompts")
-    prompts = random_prompts(list(random_scenes(num_prompts, random, held_out=False)), tokenizer, random)
+    prompts = random_prompts(random_scenes(num_prompts, random, held_out=False), tokenizer, random)
     _train(language, prompts, num_steps, work / "text_encoder.pt", seed)
-    _scale(language, prompts)
     model.model.language_model.load_state_dict(language.state_dict(), strict=False)
     save(model.to(torch.bfloat16), directory / "text_encoder", NUM_LAYERS)
 
@@ -194,9 +212,8 @@ def _train(language: Any, prompts: Prompts, num_steps: int, checkpoint: Path, se
             for group in optimiser.param_groups:
                 group["lr"] = pace * _LEARNING_RATE
         random = generator(seed, "text_encoder", number)
-        start = int(torch.randint(len(prompts.ids) - _BATCH, (), generator=random))
-        ids, last, targets = prompts.batch(start, start + _BATCH)
-        loss, told = _loss(language, heads, ids, last, targets)
+        start = _BATCH * int(torch.randint(len(prompts.ids) // _BATCH, (), generator=random))
+        loss, told = _loss(language, heads, *prompts.batch(start, start + _BATCH))
         loss.backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         for optimiser in (muon, adam):
@@ -207,15 +224,16 @@ def _train(language: Any, prompts: Prompts, num_steps: int, checkpoint: Path, se
     run_steps("text encoder", num_steps, step, {"trained": trained, "muon": muon, "adam": adam}, checkpoint)
 
 
-def _loss(language: Any, heads: Heads, ids: Tensor, last: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """Cross entropy of the attributes, and the share of prompts whose last token tells all of them."""
+def _loss(language: Any, heads: Heads, ids: Tensor, asked: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """Cross entropy of the attributes with what keeps the states' size, and the share of prompts whose last token tells
+    all of them.
+    """
     states = language(input_ids=ids, use_cache=False).last_hidden_state  # [B, E, 128]; padding is seen by no token
-    each = heads(states[torch.arange(len(ids)), last])
-    at_last = _cross_entropy(each, targets)
-    is_text = torch.arange(ids.shape[1]) <= last[:, None]
-    rows = targets[:, None].expand(-1, ids.shape[1], -1)[is_text]
-    everywhere = _cross_entropy(heads(states[is_text]), rows)
-    return at_last + _EVERY_TOKEN * everywhere, float(is_right(each, targets).all(dim=1).float().mean())
+    answers = states[torch.arange(len(ids))[:, None], asked]  # [B, 5, 128]
+    last, earlier = heads(answers[:, 0]), heads(answers[:, 1:].flatten(0, 1))
+    size = (answers.square().mean(dim=-1) - 1).square().mean()
+    loss = _cross_entropy(last, targets[:, 0]) + _cross_entropy(earlier, targets[:, 1:].flatten(0, 1))
+    return loss + _SIZE_WEIGHT * size, float(is_right(last, targets[:, 0]).all(dim=1).float().mean())
 
 
 def _cross_entropy(each: Sequence[Tensor], targets: Tensor) -> Tensor:
@@ -228,19 +246,3 @@ def is_right(each: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Whether each attribute was told, `[B, 12]`; one that the scene does not have always was."""
     chosen = torch.stack([logits.argmax(dim=-1) for logits in each], dim=-1)
     return (chosen == targets) | (targets == _UNTOLD)
-
-
-@torch.no_grad()
-def _scale(language: Any, prompts: Prompts) -> None:
-    """Makes the root mean square of the last hidden states 1. A factor on all that is added to the residual stream is
-    one on the stream, since every branch normalises what it reads.
-    """
-    squares = []
-    for start in range(0, len(prompts.ids) - _BATCH, len(prompts.ids) // 16):
-        ids, last, _ = prompts.batch(start, start + _BATCH)
-        states = language(input_ids=ids, use_cache=False).last_hidden_state
-        squares.append(states[torch.arange(len(ids)), last].square().mean())
-    factor = torch.stack(squares).mean() ** -0.5
-    for name, weight in language.named_parameters():
-        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
-            weight *= factor

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.train_tiny.grammar import DEFAULT_BACKGROUND, DEFAULT_THING, EXAMPLES, describe, understand
+from tools.train_tiny.grammar import DEFAULT_BACKGROUND, DEFAULT_THING, EXAMPLES, describe, plainer, understand
 from tools.train_tiny.world import (
     BACKGROUNDS,
     COLOURS,
@@ -33,8 +33,10 @@ def setting(text: str) -> tuple[str, str, str]:
 
 def test_every_random_prompt_is_understood_as_its_scene() -> None:
     generator = torch.Generator().manual_seed(5)
-    for _ in range(3000):
+    for number in range(3000):
         scene = random_scene(generator)
+        if number % 3 == 0:
+            scene = plainer(scene, generator)
         prompt = describe(scene, generator)
         assert understand(prompt) == scene, prompt
 
@@ -99,6 +101,7 @@ def test_what_is_said_of_one_object_is_not_said_of_the_other(text: str) -> None:
         ("a ball over a green meadow, with a deep hum", ("meadow", "low", "hum")),
         ("a ball on the deep blue sea", ("sea", "silent", "hum")),
         ("a medium ball, bright and high above the water", ("sea", "silent", "hum")),
+        ("the deep blue ball hums", ("night", "middle", "hum")),
         ("a medium pulse", ("night", "middle", "pulse")),
         ("a ball ticks in the mist", ("fog", "middle", "tick")),
         ("a ball drones at a high pitch at dusk", ("sunset", "high", "hum")),
@@ -110,7 +113,7 @@ def test_background_and_sound_are_heard_through_other_uses_of_their_words(
     text: str, expected: tuple[str, str, str]
 ) -> None:
     assert setting(text) == expected
-    assert things(text) == (DEFAULT_THING,)
+    assert len(things(text)) == 1
 
 
 def test_a_third_object_is_left_out() -> None:

@@ -73,12 +73,12 @@ def test_a_stopped_run_ends_with_the_same_bytes(model: Path, tmp_path: Path, mon
     assert contents(tmp_path / "model") == contents(model)
 
 
-def test_the_product_loads_it_and_its_states_have_the_size_of_one(model: Path) -> None:
+def test_the_product_loads_it_and_its_states_have_a_size_near_one(model: Path) -> None:
     language = load_language_model(model / "text_encoder", "auto")
     assert (language.dtype, language.hidden_size) == (torch.bfloat16, 128)
     tokenizer = PromptTokenizer(model / "tokenizer", language.vocab_size)
     last = [hidden_states(language.module, tokenizer.ids(text), torch.device("cpu"))[-1] for text in EXAMPLES]
-    assert torch.stack(last).float().square().mean().sqrt() == pytest.approx(1.0, abs=0.15)
+    assert 0.3 < torch.stack(last).float().square().mean().sqrt() < 3.0
 
 
 def test_it_is_small(model: Path) -> None:
@@ -96,19 +96,22 @@ def test_every_word_of_the_grammar_is_one_token(model: Path) -> None:
 def test_training_sees_no_scene_that_is_held_out() -> None:
     for held_out in (False, True):
         random = torch.Generator().manual_seed(2)
-        assert {scene.is_held_out for scene in random_scenes(50, random, held_out=held_out)} == {held_out}
+        assert {scene.is_held_out for scene in random_scenes(100, random, held_out=held_out)} == {held_out}
 
 
-def test_a_batch_ends_each_prompt_at_its_own_last_token(model: Path) -> None:
+def test_each_token_is_asked_for_what_the_prompt_names_up_to_it(model: Path) -> None:
     tokenizer = PromptTokenizer(model / "tokenizer", 2048)
     random = torch.Generator().manual_seed(3)
-    scenes = list(random_scenes(20, random, held_out=True))
-    prompts = random_prompts(scenes, tokenizer, random)
-    ids, last, targets = prompts.batch(5, 15)
-    for row, index, target in zip(ids.tolist(), last.tolist(), targets.tolist(), strict=True):
-        text = tokenizer.text(row[: index + 1])
-        assert attributes(understand(text)) == target, text
-        assert set(row[index + 1 :]) <= {0}
+    prompts = random_prompts(random_scenes(20, random, held_out=True), tokenizer, random)
+    num_unasked = 0
+    for row, asked, targets in zip(*(tensor.tolist() for tensor in prompts.batch(5, 15)), strict=True):
+        for i, (index, target) in enumerate(zip(asked, targets, strict=True)):
+            named = understand(tokenizer.text(row[: index + 1]))
+            is_asked = i == 0 or not named.is_held_out
+            assert target == (attributes(named) if is_asked else [-100] * len(ATTRIBUTES))
+            num_unasked += not is_asked
+        assert set(row[asked[0] + 1 :]) <= {0}
+    assert 0 < num_unasked < 40
 
 
 def test_what_a_scene_does_not_have_is_neither_asked_nor_wrong() -> None:
