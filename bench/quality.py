@@ -30,8 +30,18 @@ from PIL import Image
 from h3stream import Client, FrozenCacheSpec
 from h3stream.embedded import EmbeddedServer
 from tools.train_tiny.measure.media import contact_sheet, decoded, decoded_sound
-from tools.train_tiny.measure.quality import Case, Measured, Summary, held_out_cases, measured, measured_media, summary
-from tools.train_tiny.measure.reading import ATTRIBUTES
+from tools.train_tiny.measure.pictures import read_picture
+from tools.train_tiny.measure.quality import (
+    Case,
+    Measured,
+    Summary,
+    held_out_cases,
+    measured,
+    measured_reading,
+    summary,
+)
+from tools.train_tiny.measure.reading import ATTRIBUTES, Reading
+from tools.train_tiny.measure.sounds import read_sound
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 DEFAULT_STEPS = {"streaming": 4, "dense": 20, "refine": 2}
@@ -125,15 +135,23 @@ def print_quality(settings: Settings, clips: Sequence[Measured], seconds: float)
     print("  right      " + "  ".join(f"{name} {found.right[name]:.1%}" for name in ATTRIBUTES))
     print(f"  all right  {found.all_right:.1%}")
     print(f"  seams      change over that elsewhere, where things move: {_listed(found.moving)}")
-    print(f"             change in 8-bit levels, where nothing moves: {_listed(found.still)}")
+    if not all(clip.is_moving for clip in clips):
+        print(f"             change in 8-bit levels, where nothing moves: {_listed(found.still)}")
+    print(f"  path       {found.path}, pixels from the motion")
+    print(f"  jitter     {found.jitter}, pixels from a step of the motion to the object's")
     print(f"  pitch      {found.pitch}, relative")
+    print_sound(found)
+    for clip in clips:
+        if not clip.is_right:
+            wrong = ", ".join(f"{name} is {clip.words[name]}" for name in ATTRIBUTES if not clip.right[name])
+            print(f"  miss       {wrong} (seed {clip.case.seed}): {clip.case.prompt}")
+
+
+def print_sound(found: Summary) -> None:
+    """What is heard against what is seen."""
     print(f"  pan        {found.pan}")
     print(f"  clicks     {found.clicks}, frames; {found.num_missed_clicks} missing, {found.num_lone_clicks} too many")
     print(f"  tone       {found.tone}, relative error of the partials' amplitudes")
-    for clip in clips:
-        for name in ATTRIBUTES:
-            if not clip.right[name]:
-                print(f"  miss       {name} is {clip.words[name]}, seed {clip.case.seed}: {clip.case.prompt}")
 
 
 def _listed(values: dict[str, float]) -> str:
@@ -165,24 +183,22 @@ def print_refinement(client: Client, cases: Sequence[Case], num_frames: int, ste
     for index, case in enumerate(cases):
         clip = generated(client, case, settings, ("stream.mp4", "latents.safetensors"))
         frames, sound = decoded(clip.media)
-        sounds["before"].append(measured_media(case, frames, sound))
+        picture = read_picture(frames)
+        sounds["before"].append(measured_reading(case, frames, Reading(picture, read_sound(sound))))
         for name in ("exact", "cached"):
             cache = FrozenCacheSpec(enabled=name == "cached")
             events = client.refine(clip.job_id, steps=steps, audio_denoise=denoise, cache=cache)
             sound = decoded_sound(b"".join(event.refined_media for event in events))
             client.delete(events.job_id)
-            sounds[name].append(measured_media(case, frames, sound))
+            sounds[name].append(measured_reading(case, frames, Reading(picture, read_sound(sound))))
         client.delete(clip.job_id)
         told(f"refined {index + 1} of {len(cases)}")
     told("")
     print(f"\n{settings}, then the sound refined with {steps} steps of the base from {denoise}: {len(cases)} prompts")
     found: dict[str, Summary] = {name: summary(clips) for name, clips in sounds.items()}
     for name, value in found.items():
-        print(
-            f"  {name:7}  tone {value.tone}; pan {value.pan}; clicks {value.clicks} frames, "
-            f"{value.num_missed_clicks} missing, {value.num_lone_clicks} too many; pitch {value.right['pitch']:.1%}, "
-            f"rhythm {value.right['rhythm']:.1%} right"
-        )
+        print(f"  {name}: pitch {value.right['pitch']:.1%} and rhythm {value.right['rhythm']:.1%} right")
+        print_sound(value)
     for name in ("exact", "cached"):
         pairs = zip(sounds["before"], sounds[name], strict=True)
         both = [(a.tone_error, b.tone_error) for a, b in pairs if a.tone_error is not None and b.tone_error is not None]

@@ -53,6 +53,8 @@ class SeenThing:
     """None where it follows none."""
     motion_error: float
     """Root mean square distance of its track from its motion, pixels."""
+    jitter: float
+    """Root mean square difference between its steps from frame to frame and its motion's, pixels: what stutters."""
     track: Tensor
     """Its centre, `[F, 2]` float64 pixels from the canvas's; where it cannot be seen, where its motion leads."""
     visible: Tensor
@@ -334,7 +336,14 @@ def _refined(index: int, outlines: list[_Outline], pixels: Tensor, backdrop: Ten
     weight = (visible * (visible >= _RELIABLE)).double()
     fit = best_fit(track.double(), weight if bool(weight.any()) else torch.ones_like(weight), mine.size)
     motion = fit.motion if fit.error <= UNREADABLE else None
-    return SeenThing(mine.shape, mine.colour, mine.size, motion, fit.error, track.double(), visible)
+    jitter = _jitter(track.double() - fit.track, visible >= _RELIABLE)
+    return SeenThing(mine.shape, mine.colour, mine.size, motion, fit.error, jitter, track.double(), visible)
+
+
+def _jitter(off: Tensor, is_reliable: Tensor) -> float:
+    """Root mean square change from frame to frame of how far a track is off its motion, `[F, 2]`."""
+    steps = (off[1:] - off[:-1])[is_reliable[1:] & is_reliable[:-1]].norm(dim=1)
+    return float(steps.square().mean().sqrt()) if len(steps) else 0.0
 
 
 def _guess(outline: _Outline) -> Tensor:

@@ -12,6 +12,7 @@ from tools.train_tiny.grammar import describe
 from tools.train_tiny.measure.media import decoded
 from tools.train_tiny.measure.reading import (
     ATTRIBUTES,
+    Reading,
     click_errors,
     paired,
     pan_errors,
@@ -51,6 +52,10 @@ class Measured:
     tracks: tuple[Tensor, ...]
     """Of every object of the scene that was found, in the scene's order: `[F, 2]` pixels."""
     changes: Changes
+    path_errors: tuple[float, ...]
+    """Of every object that follows a motion, its root mean square distance from it, pixels."""
+    jitters: tuple[float, ...]
+    """Of the same, that between its steps from frame to frame and the motion's, pixels."""
     pitch_error: float
     """Relative; 0 for silence."""
     pan_errors: Tensor
@@ -84,6 +89,8 @@ class Spread:
     worst: float
 
     def __str__(self) -> str:
+        if not self.count:
+            return "none"
         return f"median {self.median:.2g}, 95 % below {self.most:.2g}, worst {self.worst:.2g} (of {self.count})"
 
 
@@ -100,6 +107,9 @@ class Summary:
     """Change at each kind of step over that elsewhere, of the clips in which something moves."""
     still: dict[str, float]
     """Change at each kind of step in 8-bit levels, of the others."""
+    path: Spread
+    """Pixels, as is the next."""
+    jitter: Spread
     pitch: Spread
     """Relative errors of the fundamentals of the clips with a tone."""
     pan: Spread
@@ -125,12 +135,12 @@ def held_out_cases(count: int, seed: int) -> list[Case]:
 
 def measured(case: Case, clip: bytes) -> Measured:
     """Measures a clip, an MP4 file, against the scene that its prompt describes."""
-    return measured_media(case, *decoded(clip))
+    frames, waveform = decoded(clip)
+    return measured_reading(case, frames, read_scene(frames, waveform))
 
 
-def measured_media(case: Case, frames: Tensor, waveform: Tensor) -> Measured:
-    """Measures frames `[F, H, W, 3]` uint8 and a waveform `[2, S]`."""
-    reading = read_scene(frames, waveform)
+def measured_reading(case: Case, frames: Tensor, reading: Reading) -> Measured:
+    """Measures what was read of frames `[F, H, W, 3]` uint8 and of a sound."""
     seen = paired(reading.picture, case.scene)
     clicks = click_errors(reading)
     return Measured(
@@ -140,6 +150,8 @@ def measured_media(case: Case, frames: Tensor, waveform: Tensor) -> Measured:
         frames=frames,
         tracks=tuple(thing.track for thing in seen[: len(case.scene.things)]),
         changes=changes(frames),
+        path_errors=tuple(thing.motion_error for thing in seen if thing.motion is not None),
+        jitters=tuple(thing.jitter for thing in seen if thing.motion is not None),
         pitch_error=reading.sound.pitch_error,
         pan_errors=pan_errors(reading.sound, seen[0]) if seen else torch.zeros(0),
         click_errors=clicks.errors,
@@ -160,6 +172,8 @@ def summary(clips: Sequence[Measured]) -> Summary:
         all_right=sum(clip.is_right for clip in clips) / len(clips),
         moving=dict(zip(KINDS, _pooled(moving).ratio.tolist(), strict=True)),
         still=dict(zip(KINDS, _pooled(still).mean.tolist(), strict=True)),
+        path=_spread([torch.tensor(clip.path_errors) for clip in clips]),
+        jitter=_spread([torch.tensor(clip.jitters) for clip in clips]),
         pitch=_spread([torch.tensor([clip.pitch_error]) for clip in sounding]),
         pan=_spread([clip.pan_errors for clip in clips]),
         clicks=_spread([torch.tensor(clip.click_errors) for clip in clips]),

@@ -8,12 +8,17 @@ from torch import Tensor
 
 from tests.unit.tools.train_tiny.world_media import pictures, waveform
 from tools.train_tiny.grammar import understand
-from tools.train_tiny.measure.quality import held_out_cases, measured_media, summary
+from tools.train_tiny.measure.quality import Case, Measured, held_out_cases, measured_reading, summary
+from tools.train_tiny.measure.reading import read_scene
 from tools.train_tiny.measure.seams import KINDS, changes
 from tools.train_tiny.training import generator
 from tools.train_tiny.world import MOTIONS, Scene, Thing, batch
 
 FRAMES = 39
+
+
+def read(case: Case, frames: Tensor, sound: Tensor) -> Measured:
+    return measured_reading(case, frames, read_scene(frames, sound))
 
 
 def flashing(frames: list[int], num_frames: int) -> Tensor:
@@ -51,7 +56,7 @@ def test_a_summary_of_true_clips_is_perfect_and_one_false_attribute_shows() -> N
     clips = []
     for index, case in enumerate(cases):
         scenes = batch([case.scene], torch.rand(1, 2, 2, generator=generator(6, index)))
-        clips.append(measured_media(case, pictures(scenes, FRAMES), waveform(scenes, FRAMES)))
+        clips.append(read(case, pictures(scenes, FRAMES), waveform(scenes, FRAMES)))
     found = summary(clips)
     assert found.all_right == 1.0
     assert found.pan.worst < 0.01
@@ -59,7 +64,7 @@ def test_a_summary_of_true_clips_is_perfect_and_one_false_attribute_shows() -> N
     assert all(0.5 < ratio < 1.3 for ratio in found.moving.values())
     other = dataclasses.replace(cases[0].scene, background=(cases[0].scene.background + 1) % 5)
     scenes = batch([other], torch.rand(1, 2, 2, generator=generator(6)))
-    clips[0] = measured_media(cases[0], pictures(scenes, FRAMES), waveform(scenes, FRAMES))
+    clips[0] = read(cases[0], pictures(scenes, FRAMES), waveform(scenes, FRAMES))
     found = summary(clips)
     assert found.all_right == pytest.approx(2 / 3)
     assert [name for name, share in found.right.items() if share < 1] == ["background"]
@@ -69,9 +74,7 @@ def test_a_clip_in_which_nothing_should_move_is_told_in_levels() -> None:
     case = dataclasses.replace(
         held_out_cases(1, seed=1)[0], scene=Scene((Thing(0, 0, 1, MOTIONS.index("still")),), 0, 0, 0)
     )
-    found = summary(
-        [measured_media(case, flashing([17, 34], FRAMES)[:, :1, :1].expand(-1, 96, 160, -1), torch.zeros(2, 52_000))]
-    )
+    found = summary([read(case, flashing([17, 34], FRAMES)[:, :1, :1].expand(-1, 96, 160, -1), torch.zeros(2, 52_000))])
     assert found.still["cut"] == pytest.approx(10)
     assert found.still["elsewhere"] == pytest.approx(1)
     assert found.right["objects"] == 0
