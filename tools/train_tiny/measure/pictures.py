@@ -28,11 +28,13 @@ _CORE = 5
 pass through a third, is thinner."""
 _CORE_PIXELS = 12
 """So many of those show an object."""
+_DOUBT = 1.5
+"""What is less than so much nearer to a colour than to the backdrop shows no object: the backdrop may have a tint."""
 _SEEN_SHARE = 0.25
 """Of the frames, in which an object must be seen."""
 _SPLIT_SHARE = 0.1
 """Of the frames, in which two objects of one colour must be apart."""
-_PART_CELLS = 15
+_PART_CELLS = 30
 """Least size of a part of a mask that is an object, in cells of 2x2 pixels."""
 _RELIABLE = 0.35
 """Share of an object that must be seen for its place to count."""
@@ -125,9 +127,12 @@ def _background(pixels: Tensor) -> int:
     )
 
 
-def _labels(pixels: Tensor, backdrop: Tensor, colours: list[int]) -> Tensor:
-    """Of every pixel, 0 where the backdrop is nearest, else 1 + the index into `colours`; `[F, H, W]` uint8."""
-    nearest = (pixels - backdrop[:, None]).square().sum(-1)
+def _labels(pixels: Tensor, backdrop: Tensor, colours: list[int], margin: float = 1.0) -> Tensor:
+    """Of every pixel, 0 where the backdrop is nearest, else 1 + the index into `colours`; `[F, H, W]` uint8.
+
+    margin: by how much the backdrop counts as nearer than it is.
+    """
+    nearest = (pixels - backdrop[:, None]).square().sum(-1) / margin**2
     labels = torch.zeros(nearest.shape, dtype=torch.uint8)
     for number, colour in enumerate(colours, start=1):
         distance = (pixels - torch.tensor(RGB[colour])).square().sum(-1)
@@ -138,7 +143,7 @@ def _labels(pixels: Tensor, backdrop: Tensor, colours: list[int]) -> Tensor:
 
 def _colours(pixels: Tensor, backdrop: Tensor) -> list[int]:
     """Colours of the objects, those that are seen most first."""
-    labels = _labels(pixels[:: max(1, len(pixels) // _SAMPLED)], backdrop, list(range(len(RGB))))
+    labels = _labels(pixels[:: max(1, len(pixels) // _SAMPLED)], backdrop, list(range(len(RGB))), _DOUBT)
     shares, sums = [], []
     for colour in range(len(RGB)):
         core = 1 - F.max_pool2d((labels != colour + 1).float(), _CORE, stride=1)
