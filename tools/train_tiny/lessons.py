@@ -11,10 +11,11 @@ from services.text_encoder.prompt import PromptTokenizer
 from services.text_encoder.weights import load_language_model
 from tools.train_tiny.audio_vae import audio_latents
 from tools.train_tiny.grammar import describe
+from tools.train_tiny.text_encoder import random_scenes
 from tools.train_tiny.training import generator
 from tools.train_tiny.transformer import Clips, Lesson, batch_size
 from tools.train_tiny.video_latents import clip_latents
-from tools.train_tiny.world import NUM_OBJECTS, Scene, batch, random_scene
+from tools.train_tiny.world import NUM_OBJECTS, Scene, batch
 
 NUM_PROMPTS = 40_000
 _ENCODED_AT_ONCE = 256
@@ -29,13 +30,11 @@ class Lessons:
         language_model = load_language_model(model / "text_encoder", "auto")
         tokenizer = PromptTokenizer(model / "tokenizer", language_model.vocab_size)
         groups: dict[int, list[tuple[Scene, list[int]]]] = {}
-        for _ in range(num_prompts):
-            while (scene := random_scene(random)).is_held_out:
-                pass
+        for scene in random_scenes(num_prompts, random, held_out=False):
             ids = tokenizer.ids(describe(scene, random))
             groups.setdefault(len(ids), []).append((scene, ids))
         # A length that few prompts have would always bring the same ones.
-        kept = [group for _, group in sorted(groups.items()) if len(group) >= num_prompts // 400]
+        kept = [group for _, group in sorted(groups.items()) if len(group) >= num_prompts // 1000]
         self._scenes = [[scene for scene, _ in group] for group in kept]
         self._states = [_encoded(language_model.module, [ids for _, ids in group]) for group in kept]
         self._sizes = torch.tensor([float(len(group)) for group in kept])

@@ -67,6 +67,10 @@ _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training: the rollout's own chunks are not exact either."""
+_PRECISE, _SEEN, _CLICK = 2.0, 0.5, 8.0
+"""Weights in the loss of a video row's precise places, of its mean colours, which only stills show, and of an audio
+row's clicks, which are rare.
+"""
 _COPIES = 2
 """Noise levels at which every chunk is learnt per clean forward."""
 
@@ -467,7 +471,7 @@ def batch_size(lesson: Lesson) -> int:
 
 
 def loss_of(model: TinyDit, clips: Clips, what: Lesson, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mean square errors of the velocities of video and audio."""
+    """Weighted mean square errors of the velocities of video and audio."""
     weights = model.weights(with_adapter=what.kind == "causal")
     batch = len(clips.text)
     if what.kind == "causal":
@@ -483,15 +487,32 @@ def loss_of(model: TinyDit, clips: Clips, what: Lesson, random: torch.Generator)
         text_times = 1 - VIDEO_SHIFT * u / (1 + (VIDEO_SHIFT - 1) * u)
         found = velocities(weights, clips.text, text_times, [segment], causal=False)
         pairs = [(found[0], (video, audio))]
+    weight_of = (_video_weights(), _audio_weights())
     # The first chunk has nothing to go on from: it is the hardest and what all others follow.
     shares = [2.0 if i == 0 and len(pairs) > 1 else 1.0 for i in range(len(pairs))]
     sums = [torch.zeros(()), torch.zeros(())]
     counts = [0.0, 0.0]
     for share, (velocity, target) in zip(shares, pairs, strict=True):
         for stream in range(2):
-            sums[stream] = sums[stream] + share * (velocity[stream] - target[stream]).square().sum()
+            errors = (velocity[stream] - target[stream]).square() * weight_of[stream]
+            sums[stream] = sums[stream] + share * errors.sum()
             counts[stream] += share * target[stream].numel()
     return sums[0] / counts[0], sums[1] / counts[1]
+
+
+def _video_weights() -> Tensor:
+    """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
+    weights = torch.ones(VIDEO_LATENT_CHANNELS)
+    weights[[2, 3, 4, 5, 8, 9, 10, 11]] = _PRECISE
+    weights[12:15] = _SEEN
+    return weights.repeat_interleave(4)
+
+
+def _audio_weights() -> Tensor:
+    """Weight of every channel of an audio row, `[32]`."""
+    weights = torch.ones(AUDIO_LATENT_CHANNELS)
+    weights[-4:] = _CLICK
+    return weights
 
 
 def train_transformer(

@@ -1,12 +1,15 @@
 """`vae/`: the video autoencoder of the published class. Its decoder is trained to draw what `video_latents` tells.
 
 It begins with what a formula gives: heads that fetch what each kind of latent tells about the same moment, and patches
-of pixels that are the principal components of the world's outlines.
+of pixels that are the principal components of how outlines cross a latent. Then it learns to draw single latents, given
+what the heads should fetch, where an object is near: most latents show the background alone. At last it learns whole
+windows, heads included, with errors such as the DiT makes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,41 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3
 from torch import Tensor, nn
 
-from core.geometry import FRAMES_PER_CHUNK, MAX_CHUNKS, VIDEO_LATENT_CHANNELS
+from core.geometry import FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, VIDEO_LATENT_CHANNELS
 from tools.train_tiny.picture import backdrops, coverage, pixel_centres
-from tools.train_tiny.training import WeightAverage, adam, generator, learning_rate, muon, run_steps, set_learning_rate
-from tools.train_tiny.video_latents import BLOCK_FRAMES, COLUMNS, ROWS, block_frames, latents
-from tools.train_tiny.world import MAX_FRAMES, NUM_OBJECTS, RADII, RGB, SHAPES, Scenes, batch, positions, random_scene
+from tools.train_tiny.training import (
+    Stateful,
+    WeightAverage,
+    adam,
+    generator,
+    learning_rate,
+    muon,
+    run_steps,
+    set_learning_rate,
+)
+from tools.train_tiny.video_latents import BLOCK_FRAMES, COLUMNS, ROWS, block_frames, latent_centres, latents
+from tools.train_tiny.world import (
+    HEIGHT,
+    MAX_FRAMES,
+    NUM_OBJECTS,
+    RADII,
+    RGB,
+    SHAPES,
+    Scenes,
+    batch,
+    positions,
+    random_scene,
+)
 
-NUM_STEPS = 3600
-_BATCH = 8
+DRAWING_STEPS, WINDOW_STEPS = 6000, 800
+"""Steps on single latents and on whole windows."""
+_SCENES, _NEAR_LATENTS = 64, 24
+"""Scenes of a drawing step, each at one moment, and latents of each: those nearest to its objects."""
+_WINDOWS = 6
+"""Windows of a step."""
 _WINDOW_LATENTS = 7
 """Latents that the decoder sees at a time: a chunk's and two of the next one's."""
-_SHOWN = tuple(range(3, 20)) + tuple(range(23, 28))
+_SHOWN = (*range(3, 20), *range(23, 28))
 """Frames of a window that are shown, of 28 (docs/reference/h3-model.md §4.3)."""
 
 CONFIG = {
@@ -32,9 +59,9 @@ CONFIG = {
     "layers_per_block": 1,
     "norm_num_groups": 4,
     "decoder_num_layers": 3,
-    "decoder_num_attention_heads": 3,
-    "decoder_attention_head_dim": 64,
-    "decoder_ffn_mult": 4,
+    "decoder_num_attention_heads": 5,
+    "decoder_attention_head_dim": 48,
+    "decoder_ffn_mult": 2,
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §4)."""
 
@@ -75,6 +102,33 @@ class Stencils:
                 torch.take(stencil, flat[b, i], out=out[b, i])
         return out * scenes.present[:, :, None, None, None]
 
+    def paint_cells(self, scenes: Scenes, frames: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Pixels `[B, n, 3, 4 * 16 * 16]` in [0, 1] of single latents.
+
+        frames: `[B, 4]` instants.  x, y: `[B, n]` middles of the latents.
+        """
+        at = positions(scenes, frames).float()  # [B, 2, 4, 2]
+        inside = torch.arange(16) - 7.5
+        size = self._masks.shape[-1]
+        rows, columns = (
+            ((c[:, None, :, None].float() - at[:, :, None, :, axis] + _REACH)[..., None] + inside)
+            .mul_(_SUBPIXELS)
+            .round_()
+            .clamp_(0, size - 1)
+            .long()
+            for axis, c in ((1, y), (0, x))
+        )  # [B, 2, n, 4, 16]
+        stencil = scenes.shape * len(RADII) + scenes.size
+        flat = (stencil[:, :, None, None, None, None] * size + rows[..., None]) * size + columns[..., None, :]
+        masks = torch.take(self._masks, flat) * scenes.present[:, :, None, None, None, None]  # [B, 2, n, 4, 16, 16]
+        line = (y[..., None] + inside + HEIGHT / 2).floor().long()  # [B, n, 16]
+        sky = self._backdrops[scenes.background[:, None, None], line]  # [B, n, 16, 3]
+        picture = sky.permute(0, 1, 3, 2)[:, :, :, None, :, None]
+        for i in (1, 0):
+            colour = self._colours[scenes.colour[:, i]][:, None, :, None, None, None]
+            picture = picture + masks[:, i, :, None] * (colour - picture)
+        return picture.flatten(3)
+
     def paint(self, scenes: Scenes, frames: Tensor) -> Tensor:
         """Frames `[B, 3, F, H, W]` in [0, 1]."""
         masks = self.masks(scenes, frames)[:, :, None]  # [B, 2, 1, F, H, W]
@@ -90,14 +144,13 @@ def random_windows(count: int, random: torch.Generator) -> tuple[Scenes, Tensor]
     scenes = [random_scene(random) for _ in range(count)]
     chosen = batch(scenes, torch.rand(count, NUM_OBJECTS, 2, generator=random))
     chunk = torch.randint(MAX_FRAMES // FRAMES_PER_CHUNK, (count, 1, 1), generator=random)
-    assert MAX_FRAMES // FRAMES_PER_CHUNK <= MAX_CHUNKS
     return chosen, block_frames(_WINDOW_LATENTS) + FRAMES_PER_CHUNK * chunk
 
 
 def noisy(clean: Tensor, random: torch.Generator) -> Tensor:
     """Latents with errors such as the DiT's: of single latents and of a whole picture, more or less by window."""
     shape = clean.shape
-    size = 0.10 * torch.rand(shape[0], 1, 1, 1, 1, generator=random)
+    size = 0.08 * torch.rand(shape[0], 1, 1, 1, 1, generator=random)
     single = torch.randn(shape, generator=random)
     whole = torch.randn(*shape[:3], 1, 1, generator=random)
     return clean + size * (single + 0.2 * whole)
@@ -106,25 +159,49 @@ def noisy(clean: Tensor, random: torch.Generator) -> Tensor:
 def train_video_vae(directory: Path, work: Path, seed: int) -> None:
     """Trains the decoder and writes `directory`.  work: where checkpoints lie."""
     model = initial_model(seed)
-    decoder = model.decoder
-    matrices = [p for n, p in decoder.named_parameters() if p.ndim == 2 and n.startswith("transformer_blocks")]
-    others = [p for n, p in decoder.named_parameters() if not (p.ndim == 2 and n.startswith("transformer_blocks"))]
+    decoder: Any = model.decoder
+    stencils = Stencils()
+    mean, std = torch.tensor(_IMAGENET_MEAN), torch.tensor(_IMAGENET_STD)
+
+    def drawing_loss(random: torch.Generator) -> Tensor:
+        given, fetched, target = random_cells(stencils, random)
+        drawn = draw(decoder, given, fetched).float().unflatten(-1, (3, -1))
+        loss: Tensor = (drawn - (target - mean[:, None]) / std[:, None]).square().mean()
+        return loss
+
+    def window_loss(random: torch.Generator) -> Tensor:
+        scenes, frames = random_windows(_WINDOWS, random)
+        shown = torch.tensor(_SHOWN)
+        target = stencils.paint(scenes, frames.flatten(1)[:, shown])
+        drawn = decoder(noisy(latents(scenes, frames), random))[:, :, shown].float()
+        loss: Tensor = (drawn - (target - mean[:, None, None, None]) / std[:, None, None, None]).square().mean()
+        return loss
+
+    _train("video VAE, latents", decoder, DRAWING_STEPS, 1.0, drawing_loss, seed, work / "video_vae_latents.pt")
+    _train("video VAE, windows", decoder, WINDOW_STEPS, 0.4, window_loss, seed, work / "video_vae_windows.pt")
+    model.to(torch.bfloat16)
+    model.save_pretrained(directory)
+
+
+def _train(
+    name: str,
+    decoder: nn.Module,
+    num_steps: int,
+    full_rate: float,
+    loss_of: Callable[[torch.Generator], Tensor],
+    seed: int,
+    checkpoint: Path,
+) -> None:
+    is_matrix = {n: p.ndim == 2 and n.startswith("transformer_blocks") for n, p in decoder.named_parameters()}
+    matrices = [p for n, p in decoder.named_parameters() if is_matrix[n]]
+    others = [p for n, p in decoder.named_parameters() if not is_matrix[n]]
     orthogonal, adamw = muon(matrices), adam(others)
     average = WeightAverage(decoder)
-    stencils = Stencils()
-    mean, std = (torch.tensor(v)[:, None, None, None] for v in (_IMAGENET_MEAN, _IMAGENET_STD))
-    shown = torch.tensor(_SHOWN)
 
     def step(number: int) -> dict[str, float]:
-        random = generator(seed, "video_vae", number)
-        scenes, frames = random_windows(_BATCH, random)
-        with torch.no_grad():
-            target = (stencils.paint(scenes, frames.flatten(1)[:, shown]) - mean) / std
-            given = noisy(latents(scenes, frames), random)
         with torch.autocast("cpu", torch.bfloat16):
-            drawn = decoder(given)[:, :, shown]
-        loss = (drawn.float() - target).square().mean()
-        rate = learning_rate(number, NUM_STEPS)
+            loss = loss_of(generator(seed, name, number))
+        rate = full_rate * learning_rate(number, num_steps)
         set_learning_rate(orthogonal, 0.02 * rate)
         set_learning_rate(adamw, 1.5e-3 * rate)
         for optimiser in (orthogonal, adamw):
@@ -134,60 +211,117 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
         for optimiser in (orthogonal, adamw):
             optimiser.step()
         average.update()
-        return {"loss": float(loss)}
+        return {"loss": loss.item()}
 
-    state = {"decoder": decoder, "muon": orthogonal, "adam": adamw, "average": average}
-    run_steps("video VAE", NUM_STEPS, step, state, work / "video_vae.pt")
+    state: dict[str, Stateful] = {"decoder": decoder, "muon": orthogonal, "adam": adamw, "average": average}
+    run_steps(name, num_steps, step, state, checkpoint)
     average.apply()
-    model.to(torch.bfloat16)
-    model.save_pretrained(directory)
+
+
+def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Single latents near objects: `[N, 24]` with errors, what the heads should fetch for each `[N, 4, 6]` with errors,
+    and the pixels `[N, 3, 1024]` in [0, 1].
+    """
+    scenes = batch(
+        [random_scene(random) for _ in range(_SCENES)], torch.rand(_SCENES, NUM_OBJECTS, 2, generator=random)
+    )
+    moment = torch.randint(len(_MOMENTS), (_SCENES,), generator=random)
+    frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
+    given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]
+    told = torch.stack([given[:, 18:, row, column] for row, column in _KINDS], 1)  # [B, 4, 6]
+    size = 0.08 * torch.rand(_SCENES, 1, 1, generator=random)
+    told = told + 0.3 * size * torch.randn(told.shape, generator=random)
+    # The nearest latents, and some of the others: the farther the less often.
+    x, y = latent_centres()
+    at = positions(scenes, frames.flatten(1)).mean(2)  # [B, 2, 2]
+    apart = torch.hypot(at[..., 0, None, None] - x, at[..., 1, None, None] - y[:, None])  # [B, 2, 6, 10]
+    apart = (apart - scenes.radius[..., None, None]).masked_fill(~scenes.present[..., None, None], 1e3).amin(1)
+    chance = torch.exp(-apart.clamp(min=0.0) / 16.0).flatten(1) + 0.02
+    chosen = torch.multinomial(chance.float(), _NEAR_LATENTS, generator=random)  # [B, n]
+    cells = given.flatten(2).transpose(1, 2).gather(1, chosen[..., None].expand(-1, -1, VIDEO_LATENT_CHANNELS))
+    cells = cells + size * torch.randn(cells.shape, generator=random)
+    target = stencils.paint_cells(scenes, frames[:, 0], x[chosen % COLUMNS], y[chosen // COLUMNS])
+    return cells.flatten(0, 1), told[:, None].expand(-1, _NEAR_LATENTS, -1, -1).flatten(0, 1), target.flatten(0, 1)
+
+
+_KINDS = ((0, 0), (0, 1), (1, 0), (1, 1))
+"""Row and column, in a patch, of each kind of latent."""
+_MOMENTS = block_frames(LATENTS_PER_CHUNK * (MAX_FRAMES // FRAMES_PER_CHUNK))
+"""Frames of every latent of the longest clip, `[T, 4]`."""
+
+
+def draw(decoder: Any, given: Tensor, fetched: Tensor) -> Tensor:
+    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 6]` in place of what the heads find."""
+    rows = decoder.proj_in(given)
+    rows = torch.cat((rows[:, :_FETCHED], rows[:, _FETCHED:_CONSTANT] + fetched.flatten(1), rows[:, _CONSTANT:]), 1)
+    for block in decoder.transformer_blocks:
+        rows = rows + block.ff(block.norm2(rows)) * block.scale2
+    out: Tensor = decoder.proj_out(decoder.norm_out(rows))
+    return out
 
 
 def initial_model(seed: int) -> AutoencoderKLMiniMaxH3:
     """The model before training: a random encoder, which is never trained, and the decoder as told above."""
     torch.manual_seed(seed)  # the library's own initialisation reads the global generator
     model = AutoencoderKLMiniMaxH3(**CONFIG)
-    random = generator(seed, "video_vae", "initial")
+    random = generator(seed, "video VAE", "initial")
     with torch.no_grad():
         # The latents need no mixing: the decoder reads the channels as they are.
         model.post_quant_conv.weight.copy_(torch.eye(VIDEO_LATENT_CHANNELS)[:, :, None, None, None])
         model.post_quant_conv.bias.zero_()
-        _fetching_heads(model.decoder, random)
+        _blocks(model.decoder, random)
+        _fetching_heads(model.decoder)
         _outline_patches(model.decoder, random)
-    model.post_quant_conv.requires_grad_(False)
     return model
 
 
-def _fetching_heads(decoder: Any, random: torch.Generator) -> None:
-    """Lets the first block's heads look at one kind of latent each, at the same moment, and one of the second block's
-    at the kind that is left; everything else is small and random.
-    """
-    heads = decoder.transformer_blocks[0].attn.heads
-    dim = decoder.proj_in.out_features // heads
-    decoder.proj_in.weight.copy_(torch.randn(decoder.proj_in.weight.shape, generator=random) * 0.2)
-    decoder.proj_in.weight[:VIDEO_LATENT_CHANNELS] = torch.eye(VIDEO_LATENT_CHANNELS)
+_FETCHED = VIDEO_LATENT_CHANNELS
+"""First hidden channel of what the heads fetch: six for each kind of latent."""
+_CONSTANT = _FETCHED + 24
+"""Hidden channel that holds a constant, so that a row's norm hardly depends on what the others hold."""
+_CONSTANT_VALUE = 12.0
+
+
+def _blocks(decoder: Any, random: torch.Generator) -> None:
+    """Random weights, but for the channels named above, and attention that adds nothing."""
+    decoder.proj_in.weight.copy_(torch.randn(decoder.proj_in.weight.shape, generator=random) * 0.1)
+    decoder.proj_in.weight[:_CONSTANT] = 0.0
+    decoder.proj_in.weight[:_FETCHED] = torch.eye(VIDEO_LATENT_CHANNELS)
+    decoder.proj_in.weight[_CONSTANT] = 0.0
     decoder.proj_in.bias.zero_()
-    decoder.register_tokens.copy_(torch.randn(decoder.register_tokens.shape, generator=random))
+    decoder.proj_in.bias[_CONSTANT] = _CONSTANT_VALUE
+    decoder.register_tokens.copy_(torch.randn(decoder.register_tokens.shape, generator=random) * 0.2)
     for block in decoder.transformer_blocks:
         for name, parameter in block.named_parameters():
             if parameter.ndim == 2:
-                gain = 0.5 if "to_out" in name or name == "ff.net.2.weight" else 1.0
+                gain = 0.0 if "to_out" in name else 0.5 if name == "ff.net.2.weight" else 1.0
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * gain * parameter.shape[1] ** -0.5)
             elif name.startswith("scale"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
-    kinds = ((-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0))
-    for kind, (row, column) in enumerate(kinds):
-        attn = decoder.transformer_blocks[kind // heads].attn
-        first = kind % heads * dim
+        block.norm2.weight[_CONSTANT] = 0.1
+
+
+def _fetching_heads(decoder: Any) -> None:
+    """Lets four of the first block's heads fetch what each kind of latent tells: the mean over the latents of that kind
+    at the same moment.
+    """
+    attn = decoder.transformer_blocks[0].attn
+    width = decoder.proj_in.out_features
+    dim = width // attn.heads
+    rms = math.sqrt((_CONSTANT_VALUE**2 + 50.0) / width)  # what the norm before divides by, about
+    for kind, (row, column) in enumerate(_KINDS):
+        first = kind * dim
         for projection in (attn.to_q, attn.to_k):
-            projection.weight[first : first + dim] *= 0.1
-            projection.bias[first : first + 3] = 1.0  # the three fastest turns in time: alike only at the same moment
+            projection.weight[first : first + dim] = 0.0
+            projection.bias[first : first + 2] = 1.0  # the two fastest turns in time: alike only at the same moment
         rest = first + dim - 2  # two channels that do not turn
-        attn.to_q.bias[rest], attn.to_q.bias[rest + 1] = row, column
-        attn.to_k.weight[rest : rest + 2] = 0.0
-        attn.to_k.weight[rest, 16] = attn.to_k.weight[rest + 1, 17] = 1.0
+        attn.to_q.bias[rest : rest + 2] = torch.tensor([2.0 * row - 1.0, 2.0 * column - 1.0])
+        attn.to_k.weight[rest, 16] = attn.to_k.weight[rest + 1, 17] = rms
+        attn.to_v.weight[first : first + dim] = 0.0
+        attn.to_v.weight[first : first + 6, 18:24] = torch.eye(6)
+        attn.to_out[0].weight[_FETCHED + 6 * kind : _FETCHED + 6 * kind + 6, first : first + 6] = rms * torch.eye(6)
 
 
 def _outline_patches(decoder: Any, random: torch.Generator) -> None:
