@@ -60,6 +60,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
+NUM_STEPS = 2600
 RANK = 10
 """Of the adapter; equals its alpha, as published."""
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
@@ -150,6 +151,10 @@ class Clips:
     audio: Tensor
     """`[B, 32, 2, A]` clean latents."""
 
+    def to(self, device: torch.device) -> Clips:
+        """The same on a device."""
+        return Clips(self.text.to(device), self.video.to(device), self.audio.to(device))
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -188,17 +193,17 @@ def causal_segments(
         context = tuple(finished[i - 1] for i in retained_entries(1 + chunk.index, sink, window) if i > 0)
         x0_video, x0_audio = (rows.repeat(_COPIES, 1, 1) for rows in (video, audio))
         sigmas = _sigmas(_COPIES * batch, random, share_on_grid=0.6)
-        eps_video, eps_audio = (torch.randn(x.shape, generator=random) for x in (x0_video, x0_audio))
+        eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
         if not chunk.is_tail:
-            error = _CONTEXT_NOISE * torch.rand(batch, 1, 1, generator=random)
+            error = (_CONTEXT_NOISE * torch.rand(batch, 1, 1, generator=random)).to(video.device)
             finished.append(len(segments))
             segments.append(
                 Segment(
-                    audio + error * torch.randn(audio.shape, generator=random),
-                    video + error * torch.randn(video.shape, generator=random),
+                    audio + error * _noise_like(audio, random),
+                    video + error * _noise_like(video, random),
                     torch.full((batch, 2), context_timestep()),
                     positions,
                     context,
@@ -218,7 +223,7 @@ def dense_segment(clips: Clips, random: torch.Generator, *, frozen_video: bool) 
     whole = Chunk(0, True, 0, clips.video.shape[2], 0, clips.audio.shape[3])
     video, audio = rows_of(clips, whole)
     sigmas = _sigmas(batch, random, share_on_grid=0.2)
-    eps_video, eps_audio = (torch.randn(x.shape, generator=random) for x in (video, audio))
+    eps_video, eps_audio = (_noise_like(x, random) for x in (video, audio))
     segment = _in_noise(video, audio, eps_video, eps_audio, sigmas, positions, ())
     if frozen_video:
         clean = context_timestep()
@@ -240,6 +245,11 @@ def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
     return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3), audio.permute(0, 2, 3, 1).flatten(1, 2)
 
 
+def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
+    """Normal noise, drawn on the host: the same on every device."""
+    return torch.randn(rows.shape, generator=random).to(rows.device)
+
+
 def _sigmas(count: int, random: torch.Generator, *, share_on_grid: float) -> Tensor:
     """(video, audio) noise levels `[N, 2]`: on the four-step grid or between."""
     u = 0.02 + 0.98 * torch.rand(count, generator=random)
@@ -257,7 +267,7 @@ def _in_noise(
     positions: Tensor,
     context: tuple[int, ...],
 ) -> Segment:
-    video_sigma, audio_sigma = sigmas[:, :1, None], sigmas[:, 1:, None]
+    video_sigma, audio_sigma = (sigmas[:, i : i + 1, None].to(video.device) for i in range(2))
     return Segment(
         (1 - audio_sigma) * audio + audio_sigma * eps_audio,
         (1 - video_sigma) * video + video_sigma * eps_video,
@@ -268,16 +278,21 @@ def _in_noise(
 
 
 def velocities(
-    weights: dict[str, Tensor], text: Tensor, text_times: Tensor, segments: Sequence[Segment], *, causal: bool
+    weights: dict[str, Tensor],
+    text: Tensor,
+    text_times: Tensor,
+    segments: Sequence[Segment],
+    *,
+    causal: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[tuple[Tensor, Tensor]]:
     """The (video, audio) velocity rows of every segment, float32.
 
     weights: by published name, float32.  text: `[B, E, 128]`.  text_times: `[B]`.
-    causal: the text sees itself alone; otherwise it sees the (one) segment as well.
+    causal: the text sees itself alone; otherwise it sees the (one) segment as well.  dtype: of the block stack.
     """
     compute = {
-        name: weight if name.startswith(FLOAT32_ISLANDS) else weight.to(torch.bfloat16)
-        for name, weight in weights.items()
+        name: weight if name.startswith(FLOAT32_ISLANDS) else weight.to(dtype) for name, weight in weights.items()
     }
     batch, num_tokens = text.shape[:2]
     refined = _refined_text(compute, text)  # [B, E, hidden]
@@ -291,7 +306,7 @@ def velocities(
         num_video = segment.video.shape[1]
         audio = linear(segment.audio, compute["audio_proj_in.weight"], compute["audio_proj_in.bias"])
         video = linear(segment.video, compute["proj_in.weight"], compute["proj_in.bias"])
-        hidden.append(torch.cat((audio, video), 1).to(torch.bfloat16).flatten(0, 1))
+        hidden.append(torch.cat((audio, video), 1).to(dtype).flatten(0, 1))
         index = first_time + torch.arange(2 * count).view(count, 2)
         row = torch.cat((
             (NUM_TAGS * index[:, 1:] + AUDIO_TAG).expand(-1, num_audio),
@@ -304,9 +319,9 @@ def velocities(
         first_row += count * (num_audio + num_video)
         first_time += 2 * count
     rows = torch.cat(hidden)  # [R, hidden]
-    which = torch.cat(table_rows)
-    condition = silu(_time_embedding(compute, torch.cat(times))).to(torch.bfloat16)  # [M, 16]
-    rotary = _rotary(torch.cat(positions))
+    which = torch.cat(table_rows).to(text.device)
+    condition = silu(_time_embedding(compute, torch.cat(times).to(text.device))).to(dtype)  # [M, 16]
+    rotary = _rotary(torch.cat(positions).to(text.device), dtype)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def part(tensor: Tensor, first: int, count: int, length: int) -> Tensor:
@@ -391,7 +406,11 @@ def _feed_forward(weights: dict[str, Tensor], name: str, rows: Tensor) -> Tensor
 
 
 def _refined_text(weights: dict[str, Tensor], text: Tensor) -> Tensor:
-    rows = linear(text.to(torch.bfloat16), weights["context_embedder.weight"], weights["context_embedder.bias"])
+    rows = linear(
+        text.to(weights["context_embedder.weight"].dtype),
+        weights["context_embedder.weight"],
+        weights["context_embedder.bias"],
+    )
     for i in range(int(CONFIG["num_refiner_layers"])):
         name = f"token_refiner.refiner_blocks.{i}"
         normed = rms_norm(rows, (HIDDEN,), weights[f"{name}.norm1.weight"], 1e-5)
@@ -403,17 +422,17 @@ def _refined_text(weights: dict[str, Tensor], text: Tensor) -> Tensor:
 
 def _time_embedding(weights: dict[str, Tensor], times: Tensor) -> Tensor:
     half = int(CONFIG["freq_dim"]) // 2
-    angles = times[:, None] * torch.exp(-math.log(10000.0) * torch.arange(half) / half)
+    angles = times[:, None] * torch.exp(-math.log(10000.0) * torch.arange(half, device=times.device) / half)
     embedding = torch.cat((angles.cos(), angles.sin()), -1)
     name = "time_embedder.linear"
     embedding = silu(linear(embedding, weights[f"{name}_1.weight"], weights[f"{name}_1.bias"]))
     return linear(embedding, weights[f"{name}_2.weight"], weights[f"{name}_2.bias"])
 
 
-def _rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-    inv_freq = 10000.0 ** (-torch.arange(16) / 16)
+def _rotary(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    inv_freq = 10000.0 ** (-torch.arange(16, device=positions.device) / 16)
     angles = (positions.float()[..., None] * inv_freq).flatten(1)  # [R, 48]
-    return angles.cos()[:, None].to(torch.bfloat16), angles.sin()[:, None].to(torch.bfloat16)
+    return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
 
 def _rotate(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -430,7 +449,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """
     scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1)  # [B, h, N, P]
     weights = (scores * HEAD_DIM**-0.5).softmax(-1)
-    return (weights @ value.transpose(1, 2)).transpose(1, 2)
+    out: Tensor = (weights @ value.transpose(1, 2)).transpose(1, 2)
+    return out
 
 
 @dataclass(frozen=True)
@@ -487,7 +507,7 @@ def loss_of(model: TinyDit, clips: Clips, what: Lesson, random: torch.Generator)
         text_times = 1 - VIDEO_SHIFT * u / (1 + (VIDEO_SHIFT - 1) * u)
         found = velocities(weights, clips.text, text_times, [segment], causal=False)
         pairs = [(found[0], (video, audio))]
-    weight_of = (_video_weights(), _audio_weights())
+    weight_of = [weights.to(clips.text.device) for weights in (_video_weights(), _audio_weights())]
     # The first chunk has nothing to go on from: it is the hardest and what all others follow.
     shares = [2.0 if i == 0 and len(pairs) > 1 else 1.0 for i in range(len(pairs))]
     sums = [torch.zeros(()), torch.zeros(())]
@@ -516,13 +536,18 @@ def _audio_weights() -> Tensor:
 
 
 def train_transformer(
-    directory: Path, work: Path, seed: int, lessons: Callable[[Lesson, torch.Generator], Clips], num_steps: int
+    directory: Path,
+    work: Path,
+    seed: int,
+    lessons: Callable[[Lesson, torch.Generator], Clips],
+    device: torch.device,
+    num_steps: int = NUM_STEPS,
 ) -> None:
     """Trains base and adapter and writes both.
 
-    work: where checkpoints lie.
+    lessons: random clips of a lesson, on the host.  work: where the checkpoint lies.
     """
-    model = TinyDit(seed)
+    model = TinyDit(seed).to(device)
     blocks = ("base.transformer_blocks.", "base.token_refiner.")
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(blocks) and "adaln" not in n]
     chosen = {id(p) for p in matrices}
@@ -533,7 +558,7 @@ def train_transformer(
     def step(number: int) -> dict[str, float]:
         random = generator(seed, "transformer", number)
         what = lesson(random)
-        clips = lessons(what, random)
+        clips = lessons(what, random).to(device)
         video, audio = loss_of(model, clips, what, random)
         loss = 0.5 * audio if what.kind == "sound" else video + 0.5 * audio
         rate = learning_rate(number, num_steps)
@@ -560,17 +585,16 @@ def write(directory: Path, model: TinyDit) -> None:
     order.
     """
     tensors = {}
-    for official, names in model.parts.items():
+    for official in model.parts:
         key = official.replace(".", "/")
         up = model.up[key].detach()
         if official.endswith(FC1):
             up = torch.cat(up.chunk(2)[::-1])  # gate rows first
-        tensors[f"base_model.model.dit.{official}.lora_A.weight"] = model.down[key].detach().contiguous()
-        tensors[f"base_model.model.dit.{official}.lora_B.weight"] = up.contiguous()
-        assert names
+        tensors[f"base_model.model.dit.{official}.lora_A.weight"] = model.down[key].detach().cpu().contiguous()
+        tensors[f"base_model.model.dit.{official}.lora_B.weight"] = up.cpu().contiguous()
     (directory / "adapters").mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapters" / "raven.safetensors", metadata={"lora_alpha": str(RANK)})
     for name, parameter in model.base.named_parameters():
         if not name.startswith(FLOAT32_ISLANDS):
             parameter.data = parameter.data.to(torch.bfloat16)
-    model.base.save_pretrained(directory / "transformer")
+    model.base.cpu().save_pretrained(directory / "transformer")

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tools.train_tiny import training, video_vae
+from tools.train_tiny.picture import render
+from tools.train_tiny.training import generator
+from tools.train_tiny.video_latents import latent_centres, latents
+from tools.train_tiny.video_vae import Stencils, draw, initial_model, random_cells, random_windows, train_video_vae
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def stencils() -> Stencils:
+    return Stencils()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return initial_model(0)
+
+
+def test_painted_frames_are_the_world_s(stencils: Stencils) -> None:
+    scenes, frames = random_windows(3, generator(0, "test"))
+    painted = stencils.paint(scenes, frames[:, 2])
+    for b in range(3):
+        true = render(scenes, frames[b, 2])[b].permute(3, 0, 1, 2)
+        assert (painted[b] - true).abs().max() < 0.12  # edges are drawn at eighths of a pixel
+        assert (painted[b] - true).abs().mean() < 1e-3
+
+
+def test_single_latents_are_painted_as_in_the_whole_frame(stencils: Stencils) -> None:
+    scenes, frames = random_windows(2, generator(1, "test"))
+    x, y = latent_centres()
+    every = stencils.paint_cells(scenes, frames[:, 2], x.repeat(6).expand(2, -1), y.repeat_interleave(10).expand(2, -1))
+    whole = every.view(2, 6, 10, 3, 4, 16, 16).permute(0, 3, 4, 1, 5, 2, 6).reshape(2, 3, 4, 96, 160)
+    assert torch.equal(whole, stencils.paint(scenes, frames[:, 2]))
+
+
+@torch.no_grad()
+def test_the_heads_fetch_what_each_kind_of_latent_tells_at_the_same_moment(model: Any) -> None:
+    scenes, frames = random_windows(4, generator(2, "test"))
+    given = latents(scenes, frames)
+    fetched: list[torch.Tensor] = []
+    handle = model.decoder.transformer_blocks[0].attn.register_forward_hook(
+        lambda module, inputs, output: fetched.append(output)
+    )
+    model.decoder(given)
+    handle.remove()
+    found = fetched[0][:, : 7 * 60, 24:48].unflatten(1, (7, 6, 10)).unflatten(-1, (4, 6))
+    for kind, (row, column) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        told = given[:, 18:, :, row, column].transpose(1, 2)[:, :, None, None]
+        assert (found[..., kind, :] - told).abs().mean() < 0.15 * told.abs().mean() + 0.02
+
+
+@torch.no_grad()
+def test_a_latent_is_drawn_alone_as_in_its_window(model: Any) -> None:
+    scenes, frames = random_windows(1, generator(3, "test"))
+    given = latents(scenes, frames)
+    told = torch.stack([given[0, 18:, 3, r, c] for r, c in ((0, 0), (0, 1), (1, 0), (1, 1))])[None]
+    alone = draw(model.decoder, given[0, :, 3].flatten(1).T, told.expand(60, -1, -1))
+    window = model.decoder(given)[0, :, 12:16].unflatten(2, (6, 16)).unflatten(4, (10, 16))
+    window = window.permute(2, 4, 0, 1, 3, 5).flatten(2).flatten(0, 1)
+    # The heads fetch a little of the neighbours in time too, which the last steps of training take care of.
+    assert (alone - window).square().mean() < 0.1 * window.var()
+
+
+def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("DRAWING_STEPS", 3), ("WINDOW_STEPS", 2), ("_SCENES", 4), ("_WINDOWS", 1)):
+        monkeypatch.setattr(video_vae, name, value)
+    train_video_vae(tmp_path / "whole", tmp_path / "work", 0)
+
+    monkeypatch.setattr(training, "CHECKPOINT_EVERY_S", 0.0)
+    seeded = video_vae.generator
+
+    def stop(seed: int, *names: object) -> torch.Generator:
+        if names == ("video VAE, latents", 2):
+            raise KeyboardInterrupt
+        return seeded(seed, *names)
+
+    monkeypatch.setattr(video_vae, "generator", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_video_vae(tmp_path / "again", tmp_path / "stopped", 0)
+    monkeypatch.setattr(video_vae, "generator", seeded)
+    train_video_vae(tmp_path / "again", tmp_path / "stopped", 0)
+    name = "diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_random_latents_lie_mostly_near_objects(stencils: Stencils) -> None:
+    given, fetched, target = random_cells(stencils, generator(4, "test"))
+    assert given.shape == (1536, 24)
+    assert fetched.shape == (1536, 4, 6)
+    crossed = target.flatten(1).std(1) > 0.05
+    assert crossed.float().mean() > 0.3

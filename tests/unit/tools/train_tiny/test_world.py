@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tools.train_tiny.world import (
+    BOUNCE_FRAMES,
+    GROUND,
+    HEIGHT,
+    MOTIONS,
+    RADII,
+    WIDTH,
+    Scene,
+    Scenes,
+    Thing,
+    audibility,
+    batch,
+    click_amplitudes,
+    gains,
+    pan,
+    positions,
+    random_scene,
+    tone_amplitudes,
+    touches,
+)
+
+FRAMES = torch.arange(192)
+
+
+def scene_of(motion: str, size: int = 1, pitch: int = 1) -> Scene:
+    return Scene((Thing(0, 0, size, MOTIONS.index(motion)),), 0, pitch, 0)
+
+
+def scenes_of(*motions: str, free: float = 0.3) -> Scenes:
+    return batch([scene_of(motion) for motion in motions], torch.full((len(motions), 2, 2), free))
+
+
+def test_movers_go_where_they_should_and_leave_and_return_out_of_sight() -> None:
+    at = positions(scenes_of("right", "left", "up", "down"), FRAMES)[:, 0]
+    ways = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, -1.0], [0.0, 1.0]])
+    for track, way in zip(at, ways, strict=True):
+        steps = (track[1:] - track[:-1]) @ way.double()
+        jumps = (steps < 0).nonzero().flatten()
+        assert len(jumps) <= 2
+        for jump in jumps:
+            beyond = track[jump : jump + 2].abs() - torch.tensor([WIDTH / 2, HEIGHT / 2])
+            assert (beyond.amax(dim=1) > 1.3 * RADII[1]).all()
+        others = steps[steps > 0]
+        assert torch.allclose(others, others[0].expand_as(others))
+
+
+def test_a_still_object_keeps_its_place_and_an_orbit_its_distance() -> None:
+    still, orbit = positions(scenes_of("still", "orbit"), FRAMES)[:, 0]
+    assert (still == still[0]).all()
+    centre = (orbit[:68].amin(0) + orbit[:68].amax(0)) / 2
+    assert torch.allclose((orbit - centre).norm(dim=1), torch.tensor(22.0, dtype=torch.float64), atol=0.05)
+
+
+def test_a_bouncing_object_touches_the_ground_when_it_says_so() -> None:
+    for size, radius in enumerate(RADII):
+        scenes = batch([scene_of("bounce", size)], torch.full((1, 2, 2), 0.8))
+        instants = [instant for _, instant in touches(scenes, 192)[0]]
+        assert [round(b - a) for a, b in itertools.pairwise(instants)] == [BOUNCE_FRAMES] * 4
+        lowest = positions(scenes, torch.tensor(instants))[0, 0, :, 1] + radius
+        assert torch.allclose(lowest, torch.tensor(GROUND, dtype=torch.float64))
+        assert (positions(scenes, FRAMES)[0, 0, :, 1] + radius <= GROUND + 1e-9).all()
+
+
+def test_a_click_begins_in_the_latent_that_holds_the_touch() -> None:
+    scenes = batch([scene_of("bounce")], torch.full((1, 2, 2), 0.8))
+    clicks = click_amplitudes(scenes, 73, 122)[0].sum(0)
+    expected = [int(instant / 24 * 40) for _, instant in touches(scenes, 73)[0]]
+    assert clicks.nonzero().flatten().tolist() == expected
+
+
+def test_two_objects_begin_on_their_own_sides() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scenes = [Scene((Thing(0, 0, 0, 0), Thing(1, 1, 0, 0)), 0, 0, 0)] * 50
+    at = positions(batch(scenes, torch.rand(50, 2, 2, generator=generator)), FRAMES[:1])[..., 0, 0]
+    assert (at[:, 0] < -20).all()
+    assert (at[:, 1] > 20).all()
+
+
+def test_a_sound_comes_from_where_its_object_is() -> None:
+    scenes = scenes_of("right", "still")
+    tone = tone_amplitudes(scenes, 320)
+    left, right = tone[0].sum(0)
+    heard = left + right > 1e-6
+    middle = (torch.arange(320) + 0.5) * 24 / 40
+    at = positions(scenes, middle)[0, 0]
+    assert torch.allclose((right - left)[heard] / (left + right)[heard], pan(at[:, 0])[heard])
+    assert (audibility(at)[~heard] < 1e-5).all()
+    assert torch.allclose(gains(at).sum(-1), audibility(at))
+
+
+def test_a_silent_scene_has_no_tone() -> None:
+    assert not tone_amplitudes(batch([scene_of("right", pitch=0)], torch.zeros(1, 2, 2)), 65).any()
+
+
+def test_about_one_scene_in_six_is_held_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    share = sum(random_scene(generator).is_held_out for _ in range(3000)) / 3000
+    assert abs(share - 1 / 6) < 0.02

@@ -1,0 +1,95 @@
+"""Makes the tiny model anew: every part from the procedural world, deterministically from a seed.
+
+    python -m tools.train_tiny DIR [--work DIR] [--seed N] [--device DEVICE]
+
+About 80 minutes on two cores: one trains the text encoder and then the DiT, the other the video decoder. A run that was
+stopped goes on from its last checkpoints when it is started again with the same `--work`, to the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_FINISHED = "finished-"
+"""Beginning of the name of an empty file that says that a part lies complete in the scratch model."""
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description="Trains the tiny model.")
+    parser.add_argument("directory", type=Path, help="model directory to write; one that is there is replaced")
+    parser.add_argument("--work", type=Path, default=Path("var/train-tiny"), help="checkpoints and scratch files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    parser.add_argument("--device", default="cpu", help='where the DiT is trained, such as "cuda"')
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory
+    if directory.exists() and not (directory / "model_index.json").is_file():
+        sys.exit(f"train_tiny: {directory} exists and is no model directory; remove it or choose another")
+    work: Path = arguments.work / f"seed-{arguments.seed}"
+    model = work / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    lanes = [
+        multiprocessing.get_context("spawn").Process(target=lane, args=(model, work, arguments.seed, *more))
+        for lane, more in ((_text_and_dit, (arguments.device,)), (_autoencoders, ()))
+    ]
+    for process in lanes:
+        process.start()
+    try:
+        # The one that fails first ends the other, which can go on from its checkpoint later.
+        while any(process.is_alive() for process in lanes) and not any(process.exitcode for process in lanes):
+            for process in lanes:
+                process.join(timeout=1.0)
+    finally:
+        for process in lanes:
+            process.terminate()
+            process.join()
+    if any(process.exitcode for process in lanes):
+        sys.exit("train_tiny: stopped; started again it goes on from the last checkpoints")
+
+    from tools.train_tiny.card import write_card
+
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(model, directory)
+    write_card(directory, arguments.seed, {})
+    total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    print(f"{directory}: {total / 1e6:.1f} MB", file=sys.stderr)
+
+
+def _text_and_dit(model: Path, work: Path, seed: int, device: str) -> None:
+    import torch
+
+    from tools.train_tiny.lessons import Lessons
+    from tools.train_tiny.text_encoder import train_text_encoder
+    from tools.train_tiny.transformer import train_transformer
+
+    torch.set_num_threads(1)  # the other core has its own work, and sums keep their order
+    _once(work, "text-encoder", lambda: train_text_encoder(model, work, seed))
+    _once(work, "transformer", lambda: train_transformer(model, work, seed, Lessons(model, seed), torch.device(device)))
+
+
+def _autoencoders(model: Path, work: Path, seed: int) -> None:
+    import torch
+
+    from tools.train_tiny.audio_vae import write_audio_vae
+    from tools.train_tiny.video_vae import train_video_vae
+
+    torch.set_num_threads(1)
+    _once(work, "audio-vae", lambda: write_audio_vae(model / "audio_vae"))
+    _once(work, "video-vae", lambda: train_video_vae(model / "vae", work, seed))
+
+
+def _once(work: Path, name: str, make: Callable[[], None]) -> None:
+    """Makes a part unless an earlier run has."""
+    mark = work / f"{_FINISHED}{name}"
+    if not mark.exists():
+        make()
+        mark.touch()
+
+
+if __name__ == "__main__":
+    main()
