@@ -522,10 +522,10 @@ def loss_of(model: TinyDit, clips: Clips, what: Lesson, random: torch.Generator)
 
 def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
-    weights = torch.ones(VIDEO_LATENT_CHANNELS)
-    weights[[2, 3, 4, 5, 8, 9, 10, 11]] = _PRECISE
-    weights[12:15] = _SEEN
-    return weights.repeat_interleave(4)
+    weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
+    weights[:3] = _SEEN
+    weights[17:21, 0] = _PRECISE
+    return weights.flatten()
 
 
 def _audio_weights() -> Tensor:

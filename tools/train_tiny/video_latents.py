@@ -1,18 +1,17 @@
 """Video latents of a scene, by formula: what the video decoder draws from and what the DiT learns to make.
 
 A latent does not hold pixels but what is to be drawn, so that a small error moves an object a little and blurs nothing.
-Every latent says where both objects are, seen from its own centre; what they are like is told by four kinds of latents
-in turn, one for each place in the 2 x 2 patch of a DiT row:
+The whole scene is told by the four latents of a DiT row, in turn, and by every row alike: errors of single rows average
+out, and no row has to know where it is.
 
-    channels 0-5, 6-11   first and second object: how far right and how far below (saturating, tells near from far),
-                         then cosine and sine of the distance in x and in y (precise)
-    12-14                mean colour of the pixels that the latent stands for: what a linear preview shows
-    15                   height of the latent in the picture
-    16-17                which kind it is
-    18-23, first kind    first object: colour, shape (2), size
-           second kind   second object: the same
-           third kind    both objects: way in x, way in y, and bend of the way in y within the latent's four frames
-           fourth kind   background: colour of the sky's middle, colour at the lower edge
+    channels 0-2         mean colour of the pixels that the latent stands for: what a linear preview shows
+    3-4                  which of the four it is
+    5-8, 9-12            where its middle is: cosine and sine of x and of y, over a mover's way round, then over a part
+    13-23, upper left    first object: where it is, in the same form (8), its way in x and in y within the latent's four
+                         frames, and the bend of the latter
+           upper right   second object: the same
+           lower left    colour (3) and shape (2) of the first object, then of the second
+           lower right   background: colour of the sky's middle, colour at the lower edge; size of both objects
 
 Values are of the order of 1, so the model's latent statistics are mean 0 and deviation 1.
 """
@@ -35,12 +34,14 @@ from tools.train_tiny.world import HEIGHT, RADII, RGB, SHAPES, WIDTH, WRAP_X, WR
 ROWS, COLUMNS = HEIGHT // SPATIAL_COMPRESSION, WIDTH // SPATIAL_COMPRESSION
 BLOCK_FRAMES = 4
 """Frames that one latent decodes to. Of a chunk's first latent only the last one is shown."""
-_PERIOD_X, _PERIOD_Y = WRAP_X / 4, WRAP_Y / 3
-"""Distances after which the precise channels repeat, pixels: a mover's way round is a whole number of them."""
-_NEAR = 24.0
-"""Distance at which the saturating channels reach tanh(1), pixels."""
-_PRECISE = 1.3
-"""Amplitude of the precise channels."""
+PERIODS = ((WRAP_X, WRAP_Y), (WRAP_X / 4, WRAP_Y / 3))
+"""In x and y, over which places are told: roughly, then precisely. The way round is a whole number of each."""
+_AMPLITUDE = 1.2
+"""Of the cosines and sines."""
+TOLD = slice(13, VIDEO_LATENT_CHANNELS)
+"""Channels of which each of a row's four latents tells another part of the scene."""
+CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
+"""Row and column of the four latents in a DiT row."""
 _SAMPLES = 4
 """Points per axis whose mean is a latent's colour."""
 
@@ -71,55 +72,38 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     moved = (at[..., 3, :] - at[..., 0, :]) / 4.0
     bend = (at[..., 3, 1] + at[..., 0, 1] - at[..., 1, 1] - at[..., 2, 1]) / 3.0
 
-    num_scenes, num_latents = len(scenes), middle.shape[2]
-    out = torch.zeros(num_scenes, num_latents, ROWS, COLUMNS, VIDEO_LATENT_CHANNELS, dtype=torch.float64)
+    out = torch.zeros(len(scenes), middle.shape[2], ROWS, COLUMNS, VIDEO_LATENT_CHANNELS, dtype=torch.float64)
     x, y = latent_centres()
-    present = scenes.present[:, :, None, None, None]
-    away_x = middle[..., 0, None, None] - x  # [B, 2, T, 1, COLUMNS]
-    away_y = middle[..., 1, None, None] - y[:, None]  # [B, 2, T, ROWS, 1]
-    for i in range(2):
-        seen = torch.stack(
-            torch.broadcast_tensors(
-                torch.tanh(away_x[:, i] / _NEAR),
-                torch.tanh(away_y[:, i] / _NEAR),
-                _PRECISE * torch.cos(2 * torch.pi * away_x[:, i] / _PERIOD_X),
-                _PRECISE * torch.sin(2 * torch.pi * away_x[:, i] / _PERIOD_X),
-                _PRECISE * torch.cos(2 * torch.pi * away_y[:, i] / _PERIOD_Y),
-                _PRECISE * torch.sin(2 * torch.pi * away_y[:, i] / _PERIOD_Y),
-            ),
-            -1,
-        )
-        out[..., 6 * i : 6 * i + 6] = seen * present[:, i, ..., None]
-    out[..., 12:15] = 2.0 * (_mean_colours(scenes, middle) - 0.4)
-    out[..., 15] = y[:, None] / 28.0
-    kind_row, kind_column = torch.arange(ROWS) % 2, torch.arange(COLUMNS) % 2
-    out[..., 16] = 2.0 * kind_row[:, None] - 1.0
-    out[..., 17] = 2.0 * kind_column - 1.0
-    look = _looks(scenes)[:, :, None, None, None]  # [B, 2, 1, 1, 1, 6]
-    out[:, :, 0::2, 0::2, 18:] = look[:, 0]
-    out[:, :, 0::2, 1::2, 18:] = look[:, 1]
-    way_told = torch.cat((moved, bend[..., None]), -1) * scenes.present[:, :, None, None]  # [B, 2, T, 3]
-    out[:, :, 1::2, 0::2, 18:] = way_told.permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
+    out[..., :3] = 2.0 * (_mean_colours(scenes, middle) - 0.4)
+    out[..., 3] = 2.0 * (torch.arange(ROWS) % 2)[:, None] - 1.0
+    out[..., 4] = 2.0 * (torch.arange(COLUMNS) % 2) - 1.0
+    out[..., 5:13] = _places(torch.stack(torch.broadcast_tensors(x, y[:, None]), -1))
+    there = scenes.present[:, :, None, None]
+    moving = torch.cat((_places(middle), moved, bend[..., None]), -1) * there  # [B, 2, T, 11]
+    colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5)
+    shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
+    look = (torch.cat((colour, shape), -1) * scenes.present[..., None]).flatten(1)  # [B, 10]
+    size = torch.where(scenes.present, scenes.size - 0.5, -1.5)
     pictures = backdrops()
     backdrop = torch.cat((pictures[:, HEIGHT // 3], pictures[:, -1]), -1)[scenes.background]  # [B, 6]
-    out[:, :, 1::2, 1::2, 18:] = 4.0 * (backdrop.double() - 0.3)[:, None, None, None]
+    out[:, :, 0::2, 0::2, 13:] = moving[:, 0, :, None, None]
+    out[:, :, 0::2, 1::2, 13:] = moving[:, 1, :, None, None]
+    out[:, :, 1::2, 0::2, 13:23] = look[:, None, None, None]
+    out[:, :, 1::2, 1::2, 13:19] = 4.0 * (backdrop.double() - 0.3)[:, None, None, None]
+    out[:, :, 1::2, 1::2, 19:21] = size[:, None, None, None]
     return out.permute(0, 4, 1, 2, 3).float().contiguous()
+
+
+def _places(points: Tensor) -> Tensor:
+    """Points `[..., 2]` (x, y) as `[..., 8]`: cosine and sine of x, then of y, over each of the periods."""
+    angles = [2 * torch.pi * points[..., axis] / periods[axis] for periods in PERIODS for axis in range(2)]
+    return _AMPLITUDE * torch.stack([turn(angle) for angle in angles for turn in (torch.cos, torch.sin)], -1)
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:
     """x `[10]` and y `[6]` of the middles of the latents, pixels from the centre of the canvas."""
     x, y = (SPATIAL_COMPRESSION * (torch.arange(n, dtype=torch.float64) + 0.5 - n / 2) for n in (COLUMNS, ROWS))
     return x, y
-
-
-def _looks(scenes: Scenes) -> Tensor:
-    """Colour, shape and size of every object, `[B, 2, 6]`; an object that is not there has a size of its own."""
-    colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5)
-    shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
-    size = scenes.size[..., None] - 0.5
-    there = torch.cat((colour, shape, size), -1)
-    absent = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -1.5], dtype=torch.float64)
-    return torch.where(scenes.present[..., None], there, absent)
 
 
 def _mean_colours(scenes: Scenes, middle: Tensor) -> Tensor:

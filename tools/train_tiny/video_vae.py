@@ -29,7 +29,16 @@ from tools.train_tiny.training import (
     run_steps,
     set_learning_rate,
 )
-from tools.train_tiny.video_latents import BLOCK_FRAMES, COLUMNS, ROWS, block_frames, latent_centres, latents
+from tools.train_tiny.video_latents import (
+    BLOCK_FRAMES,
+    COLUMNS,
+    CORNERS,
+    ROWS,
+    TOLD,
+    block_frames,
+    latent_centres,
+    latents,
+)
 from tools.train_tiny.world import (
     HEIGHT,
     MAX_FRAMES,
@@ -177,7 +186,10 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
         loss: Tensor = (drawn - (target - mean[:, None, None, None]) / std[:, None, None, None]).square().mean()
         return loss
 
+    # What the heads read must still be there when they are trained.
+    decoder.proj_in.requires_grad_(False)
     _train("video VAE, latents", decoder, DRAWING_STEPS, 1.0, drawing_loss, seed, work / "video_vae_latents.pt")
+    decoder.proj_in.requires_grad_(True)
     _train("video VAE, windows", decoder, WINDOW_STEPS, 0.4, window_loss, seed, work / "video_vae_windows.pt")
     model.to(torch.bfloat16)
     model.save_pretrained(directory)
@@ -192,9 +204,10 @@ def _train(
     seed: int,
     checkpoint: Path,
 ) -> None:
-    is_matrix = {n: p.ndim == 2 and n.startswith("transformer_blocks") for n, p in decoder.named_parameters()}
-    matrices = [p for n, p in decoder.named_parameters() if is_matrix[n]]
-    others = [p for n, p in decoder.named_parameters() if not is_matrix[n]]
+    trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+    matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith("transformer_blocks")]
+    taken = {id(p) for p in matrices}
+    others = [p for p in trained.values() if id(p) not in taken]
     orthogonal, adamw = muon(matrices), adam(others)
     average = WeightAverage(decoder)
 
@@ -219,7 +232,7 @@ def _train(
 
 
 def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Single latents near objects: `[N, 24]` with errors, what the heads should fetch for each `[N, 4, 6]` with errors,
+    """Single latents near objects with errors: `[N, 24]`, what the heads should fetch for each `[N, 4, 11]`,
     and the pixels `[N, 3, 1024]` in [0, 1].
     """
     scenes = batch(
@@ -228,7 +241,7 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     moment = torch.randint(len(_MOMENTS), (_SCENES,), generator=random)
     frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
     given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]
-    told = torch.stack([given[:, 18:, row, column] for row, column in _KINDS], 1)  # [B, 4, 6]
+    told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 11]
     size = 0.08 * torch.rand(_SCENES, 1, 1, generator=random)
     told = told + 0.3 * size * torch.randn(told.shape, generator=random)
     # The nearest latents, and some of the others: the farther the less often.
@@ -244,14 +257,12 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     return cells.flatten(0, 1), told[:, None].expand(-1, _NEAR_LATENTS, -1, -1).flatten(0, 1), target.flatten(0, 1)
 
 
-_KINDS = ((0, 0), (0, 1), (1, 0), (1, 1))
-"""Row and column, in a patch, of each kind of latent."""
 _MOMENTS = block_frames(LATENTS_PER_CHUNK * (MAX_FRAMES // FRAMES_PER_CHUNK))
 """Frames of every latent of the longest clip, `[T, 4]`."""
 
 
 def draw(decoder: Any, given: Tensor, fetched: Tensor) -> Tensor:
-    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 6]` in place of what the heads find."""
+    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 11]` in place of what the heads find."""
     rows = decoder.proj_in(given)
     rows = torch.cat((rows[:, :_FETCHED], rows[:, _FETCHED:_CONSTANT] + fetched.flatten(1), rows[:, _CONSTANT:]), 1)
     for block in decoder.transformer_blocks:
@@ -271,23 +282,27 @@ def initial_model(seed: int) -> AutoencoderKLMiniMaxH3:
         model.post_quant_conv.bias.zero_()
         _blocks(model.decoder, random)
         _fetching_heads(model.decoder)
+        _distances(model.decoder)
         _outline_patches(model.decoder, random)
     return model
 
 
 _FETCHED = VIDEO_LATENT_CHANNELS
-"""First hidden channel of what the heads fetch: six for each kind of latent."""
-_CONSTANT = _FETCHED + 24
+"""First hidden channel of what the heads fetch: eleven from each of a row's four latents."""
+_CONSTANT = _FETCHED + 44
 """Hidden channel that holds a constant, so that a row's norm hardly depends on what the others hold."""
 _CONSTANT_VALUE = 12.0
+_AWAY = _CONSTANT + 1
+"""First hidden channel of how far away both objects are: eight for each, in the form in which places are told."""
+_BENT = 6.0
+"""Where the gates work: far enough up that they hardly bend what they let through."""
 
 
 def _blocks(decoder: Any, random: torch.Generator) -> None:
     """Random weights, but for the channels named above, and attention that adds nothing."""
     decoder.proj_in.weight.copy_(torch.randn(decoder.proj_in.weight.shape, generator=random) * 0.1)
-    decoder.proj_in.weight[:_CONSTANT] = 0.0
+    decoder.proj_in.weight[: _AWAY + 16] = 0.0
     decoder.proj_in.weight[:_FETCHED] = torch.eye(VIDEO_LATENT_CHANNELS)
-    decoder.proj_in.weight[_CONSTANT] = 0.0
     decoder.proj_in.bias.zero_()
     decoder.proj_in.bias[_CONSTANT] = _CONSTANT_VALUE
     decoder.register_tokens.copy_(torch.randn(decoder.register_tokens.shape, generator=random) * 0.2)
@@ -310,18 +325,66 @@ def _fetching_heads(decoder: Any) -> None:
     attn = decoder.transformer_blocks[0].attn
     width = decoder.proj_in.out_features
     dim = width // attn.heads
-    rms = math.sqrt((_CONSTANT_VALUE**2 + 50.0) / width)  # what the norm before divides by, about
-    for kind, (row, column) in enumerate(_KINDS):
+    rms = _usual_rms(width)
+    for kind, (row, column) in enumerate(CORNERS):
         first = kind * dim
         for projection in (attn.to_q, attn.to_k):
             projection.weight[first : first + dim] = 0.0
             projection.bias[first : first + 2] = 1.0  # the two fastest turns in time: alike only at the same moment
         rest = first + dim - 2  # two channels that do not turn
         attn.to_q.bias[rest : rest + 2] = torch.tensor([2.0 * row - 1.0, 2.0 * column - 1.0])
-        attn.to_k.weight[rest, 16] = attn.to_k.weight[rest + 1, 17] = rms
+        attn.to_k.weight[rest, 3] = attn.to_k.weight[rest + 1, 4] = rms
         attn.to_v.weight[first : first + dim] = 0.0
-        attn.to_v.weight[first : first + 6, 18:24] = torch.eye(6)
-        attn.to_out[0].weight[_FETCHED + 6 * kind : _FETCHED + 6 * kind + 6, first : first + 6] = rms * torch.eye(6)
+        attn.to_v.weight[first : first + 11, TOLD] = torch.eye(11)
+        place = _FETCHED + 11 * kind
+        attn.to_out[0].weight[place : place + 11, first : first + 11] = rms * torch.eye(11)
+
+
+def _distances(decoder: Any) -> None:
+    """Lets the first block's feed-forward tell how far both objects are from the latent, by the theorem for cosine and
+    sine of a difference: products of a gate and a value, less what the gates let through by themselves.
+    """
+    feed = decoder.transformer_blocks[0].ff
+    width = decoder.proj_in.out_features
+    rms = _usual_rms(width)
+    inner = feed.net[2].in_features
+    values, gates = feed.net[0].proj.weight[:inner], feed.net[0].proj.weight[inner:]
+    gate_bias = feed.net[0].proj.bias[inner:]
+    unit = 0
+
+    def product(value: int, gate: int | None, target: int, sign: float) -> None:
+        nonlocal unit
+        values[unit], gates[unit] = 0.0, 0.0
+        values[unit, value] = rms
+        if gate is not None:
+            gates[unit, gate] = rms
+        gate_bias[unit] = _BENT
+        feed.net[2].weight[:, unit] = 0.0
+        feed.net[2].weight[target, unit] = sign / 1.2
+        unit += 1
+
+    for thing in range(NUM_OBJECTS):
+        for pair in range(4):
+            own_cos = 5 + 2 * pair
+            own_sin = own_cos + 1
+            cos = _FETCHED + 11 * thing + 2 * pair
+            sin = cos + 1
+            away_cos = _AWAY + 8 * thing + 2 * pair
+            away_sin = away_cos + 1
+            for value, gate, target, sign in (
+                (own_cos, cos, away_cos, 1.0),
+                (own_sin, sin, away_cos, 1.0),
+                (own_cos, sin, away_sin, 1.0),
+                (own_sin, cos, away_sin, -1.0),
+            ):
+                product(value, gate, target, sign)
+                product(value, None, target, -sign)
+    feed.net[2].weight[_AWAY : _AWAY + 16, unit:] = 0.0
+
+
+def _usual_rms(width: int) -> float:
+    """What the first block's norms divide by, about."""
+    return math.sqrt((_CONSTANT_VALUE**2 + 50.0) / width)
 
 
 def _outline_patches(decoder: Any, random: torch.Generator) -> None:
