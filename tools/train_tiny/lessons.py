@@ -11,7 +11,7 @@ from services.text_encoder.prompt import PromptTokenizer
 from services.text_encoder.weights import load_language_model
 from tools.train_tiny.audio_vae import audio_latents
 from tools.train_tiny.grammar import describe
-from tools.train_tiny.text_encoder import random_scenes
+from tools.train_tiny.text_encoder import attributes, random_scenes
 from tools.train_tiny.training import generator
 from tools.train_tiny.transformer import Clips, Lesson, batch_size
 from tools.train_tiny.video_latents import clip_latents
@@ -39,9 +39,16 @@ class Lessons:
         self._states = [_encoded(language_model.module, [ids for _, ids in group]) for group in kept]
         self._sizes = torch.tensor([float(len(group)) for group in kept])
 
+    def texts(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Hidden states `[N, E, 128]` of random prompts of one length, and their scenes' `attributes` `[N, 12]`."""
+        group = self._group(random)
+        chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
+        targets = [attributes(self._scenes[group][i]) for i in chosen.tolist()]
+        return self._states[group][chosen].float(), torch.tensor(targets)
+
     def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
         """Random clips of a lesson."""
-        group = int(torch.multinomial(self._sizes, 1, generator=random))
+        group = self._group(random)
         count = batch_size(lesson)
         chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
         named = [self._scenes[group][i] for i in chosen.tolist()]
@@ -51,6 +58,9 @@ class Lessons:
             video=clip_latents(scenes, lesson.num_frames),
             audio=audio_latents(scenes, lesson.num_frames),
         )
+
+    def _group(self, random: torch.Generator) -> int:
+        return int(torch.multinomial(self._sizes, 1, generator=random))
 
 
 @torch.no_grad()

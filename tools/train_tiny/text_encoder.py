@@ -78,13 +78,15 @@ def attributes(scene: Scene) -> list[int]:
 class Heads(nn.Module):
     """Linear maps from a hidden state to the attributes of the scene that was named."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = TEXT_WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(TEXT_WIDTH, sum(ATTRIBUTES.values()))
+        self.linear = nn.Linear(width, sum(ATTRIBUTES.values()))
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: Tensor) -> tuple[Tensor, ...]:
-        """states: `[..., 128]`. Returns the logits of each attribute, `[..., values]`."""
-        normalised = functional.rms_norm(states.float(), (TEXT_WIDTH,))
+        """states: `[..., width]`. Returns the logits of each attribute, `[..., values]`."""
+        normalised = functional.rms_norm(states.float(), (self.linear.in_features,))
         return tuple(self.linear(normalised).split(list(ATTRIBUTES.values()), dim=-1))
 
 
@@ -197,8 +199,6 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 def _train(language: Any, prompts: Prompts, num_steps: int, checkpoint: Path, seed: int) -> None:
     heads = Heads()
-    nn.init.zeros_(heads.linear.weight)
-    nn.init.zeros_(heads.linear.bias)
     trained = nn.ModuleDict({"language": language, "heads": heads})
     matrices = [weight for name, weight in language.named_parameters() if weight.ndim == 2 and "embed" not in name]
     taken = {id(weight) for weight in matrices}
@@ -232,11 +232,11 @@ def _loss(language: Any, heads: Heads, ids: Tensor, asked: Tensor, targets: Tens
     answers = states[torch.arange(len(ids))[:, None], asked]  # [B, 5, 128]
     last, earlier = heads(answers[:, 0]), heads(answers[:, 1:].flatten(0, 1))
     size = (answers.square().mean(dim=-1) - 1).square().mean()
-    loss = _cross_entropy(last, targets[:, 0]) + _cross_entropy(earlier, targets[:, 1:].flatten(0, 1))
+    loss = cross_entropy(last, targets[:, 0]) + cross_entropy(earlier, targets[:, 1:].flatten(0, 1))
     return loss + _SIZE_WEIGHT * size, float(is_right(last, targets[:, 0]).all(dim=1).float().mean())
 
 
-def _cross_entropy(each: Sequence[Tensor], targets: Tensor) -> Tensor:
+def cross_entropy(each: Sequence[Tensor], targets: Tensor) -> Tensor:
     """The attributes' cross entropies, of all rows, one by one and added up."""
     sums = [functional.cross_entropy(logits, targets[:, k], reduction="sum") for k, logits in enumerate(each)]
     return torch.stack(sums).sum() / len(targets)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
@@ -34,6 +35,7 @@ from core.schedule import context_timestep
 from services.checkpoints.dit_modules import FC1, official_modules
 from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
+from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import (
     Stateful,
     WeightAverage,
@@ -60,7 +62,9 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_STEPS = 2600
+NUM_TEXT_STEPS, NUM_STEPS = 500, 2600
+_TEXTS = 128
+"""Prompts of a step that teaches text rows."""
 RANK = 10
 """Of the adapter; equals its alpha, as published."""
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
@@ -291,9 +295,7 @@ def velocities(
     weights: by published name, float32.  text: `[B, E, 128]`.  text_times: `[B]`.
     causal: the text sees itself alone; otherwise it sees the (one) segment as well.  dtype: of the block stack.
     """
-    compute = {
-        name: weight if name.startswith(FLOAT32_ISLANDS) else weight.to(dtype) for name, weight in weights.items()
-    }
+    compute = _computed(weights, dtype)
     batch, num_tokens = text.shape[:2]
     refined = _refined_text(compute, text)  # [B, E, hidden]
     hidden, spans, table_rows, positions, times = [refined.flatten(0, 1)], [], [], [], [text_times]
@@ -358,6 +360,11 @@ def velocities(
         video = linear(part[:, num_audio:], compute["proj_out.weight"], compute["proj_out.bias"])
         out.append((video, audio))
     return out
+
+
+def _computed(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights as they are computed with: the islands float32, the others rounded."""
+    return {name: weight if name.startswith(FLOAT32_ISLANDS) else weight.to(dtype) for name, weight in weights.items()}
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -535,24 +542,58 @@ def _audio_weights() -> Tensor:
     return weights
 
 
+class Lessons(Protocol):
+    """What is learnt from, on the host."""
+
+    def texts(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Hidden states `[N, E, 128]` of prompts of one length, and the attributes of their scenes `[N, 12]`."""
+
+    def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
+        """Clips of a lesson."""
+
+
 def train_transformer(
     directory: Path,
     work: Path,
     seed: int,
-    lessons: Callable[[Lesson, torch.Generator], Clips],
+    lessons: Lessons,
     device: torch.device,
+    *,
+    num_text_steps: int = NUM_TEXT_STEPS,
     num_steps: int = NUM_STEPS,
 ) -> None:
-    """Trains base and adapter and writes both.
-
-    lessons: random clips of a lesson, on the host.  work: where the checkpoint lies.
-    """
+    """Trains base and adapter and writes both.  work: where the checkpoints lie."""
     model = TinyDit(seed).to(device)
-    blocks = ("base.transformer_blocks.", "base.token_refiner.")
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(blocks) and "adaln" not in n]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    orthogonal, adamw = muon(matrices), adam(others)
+    _teach_text(model, work, seed, lessons, device, num_text_steps)
+    _teach_clips(model, work, seed, lessons, device, num_steps)
+    write(directory, model)
+
+
+def _teach_text(model: TinyDit, work: Path, seed: int, lessons: Lessons, device: torch.device, num_steps: int) -> None:
+    """Trains the refiner alone until every text row tells the whole scene.
+
+    The encoder's last state alone tells it, and of its row each media row would see little for a long time.
+    """
+    heads = Heads(HIDDEN).to(device)
+    learner = nn.ModuleDict({"embedder": model.base.context_embedder, "refiner": model.base.token_refiner})
+    orthogonal, adamw = _optimisers(nn.ModuleDict({"learner": learner, "heads": heads}), ("learner.refiner.",))
+
+    def step(number: int) -> dict[str, float]:
+        states, targets = (part.to(device) for part in lessons.texts(_TEXTS, generator(seed, "text rows", number)))
+        rows = _refined_text(_computed(dict(model.base.named_parameters()), torch.bfloat16), states)
+        each = heads(rows.flatten(0, 1))
+        asked = targets.repeat_interleave(states.shape[1], 0)
+        loss = cross_entropy(each, asked)
+        _update(loss, (orthogonal, adamw), learning_rate(number, num_steps))
+        return {"loss": loss.item(), "all right": is_right(each, asked).all(1).float().mean().item()}
+
+    state: dict[str, Stateful] = {"learner": learner, "heads": heads, "muon": orthogonal, "adam": adamw}
+    run_steps("DiT, text rows", num_steps, step, state, work / "text_rows.pt")
+
+
+def _teach_clips(model: TinyDit, work: Path, seed: int, lessons: Lessons, device: torch.device, num_steps: int) -> None:
+    """Trains everything on clips; the model ends as the average over the last steps."""
+    orthogonal, adamw = _optimisers(model, ("base.transformer_blocks.", "base.token_refiner."))
     average = WeightAverage(model, 0.99)
 
     def step(number: int) -> dict[str, float]:
@@ -561,22 +602,36 @@ def train_transformer(
         clips = lessons(what, random).to(device)
         video, audio = loss_of(model, clips, what, random)
         loss = 0.5 * audio if what.kind == "sound" else video + 0.5 * audio
-        rate = learning_rate(number, num_steps)
-        set_learning_rate(orthogonal, 0.02 * rate)
-        set_learning_rate(adamw, 2e-3 * rate)
-        for optimiser in (orthogonal, adamw):
-            optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(others, 1.0)
-        for optimiser in (orthogonal, adamw):
-            optimiser.step()
+        _update(loss, (orthogonal, adamw), learning_rate(number, num_steps))
         average.update()
         return {f"{what.kind} {what.num_frames} video": video.item(), "audio": audio.item()}
 
     state: dict[str, Stateful] = {"model": model, "muon": orthogonal, "adam": adamw, "average": average}
     run_steps("DiT", num_steps, step, state, work / "transformer.pt")
     average.apply()
-    write(directory, model)
+
+
+Optimisers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+
+def _optimisers(module: nn.Module, blocks: tuple[str, ...]) -> Optimisers:
+    """That of the matrices within blocks, by the beginning of their names, and that of everything else."""
+    matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and n.startswith(blocks) and "adaln" not in n]
+    taken = {id(p) for p in matrices}
+    return muon(matrices), adam([p for p in module.parameters() if id(p) not in taken])
+
+
+def _update(loss: Tensor, optimisers: Optimisers, rate: float) -> None:
+    """One step of both optimisers at a share of their full learning rates."""
+    orthogonal, adamw = optimisers
+    set_learning_rate(orthogonal, 0.02 * rate)
+    set_learning_rate(adamw, 2e-3 * rate)
+    for optimiser in optimisers:
+        optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(adamw.param_groups[0]["params"], 1.0)
+    for optimiser in optimisers:
+        optimiser.step()
 
 
 @torch.no_grad()

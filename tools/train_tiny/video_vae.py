@@ -63,6 +63,11 @@ _WINDOW_LATENTS = 7
 _SHOWN = (*range(3, 20), *range(23, 28))
 """Frames of a window that are shown, of 28 (docs/reference/h3-model.md §4.3)."""
 
+_FOLLOWS = [i for i in range(len(_SHOWN) - 1) if _SHOWN[i + 1] == _SHOWN[i] + 1]
+"""Shown frames that the next one follows."""
+_CHANGE = 2.0
+"""Weight in the loss of errors in how pictures change: an edge that is off is seen less than one that jumps."""
+
 CONFIG = {
     "block_out_channels": (8, 8, 8, 8, 8, 8),
     "layers_per_block": 1,
@@ -175,7 +180,8 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
     def drawing_loss(random: torch.Generator) -> Tensor:
         given, fetched, target = random_cells(stencils, random)
         drawn = draw(decoder, given, fetched).float().unflatten(-1, (3, -1))
-        loss: Tensor = (drawn - (target - mean[:, None]) / std[:, None]).square().mean()
+        error = (drawn - (target - mean[:, None]) / std[:, None]).unflatten(-1, (BLOCK_FRAMES, -1))
+        loss: Tensor = error.square().mean() + _CHANGE * error.diff(dim=-2).square().mean()
         return loss
 
     def window_loss(random: torch.Generator) -> Tensor:
@@ -183,7 +189,9 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
         shown = torch.tensor(_SHOWN)
         target = stencils.paint(scenes, frames.flatten(1)[:, shown])
         drawn = decoder(noisy(latents(scenes, frames), random))[:, :, shown].float()
-        loss: Tensor = (drawn - (target - mean[:, None, None, None]) / std[:, None, None, None]).square().mean()
+        error = drawn - (target - mean[:, None, None, None]) / std[:, None, None, None]
+        change = error.diff(dim=2)[:, :, _FOLLOWS]
+        loss: Tensor = error.square().mean() + _CHANGE * change.square().mean()
         return loss
 
     # What the heads read must still be there when they are trained.
