@@ -17,6 +17,7 @@ from services.dit.rollout import renoised
 from services.dit.rows import ChunkLatents, audio_rows, video_rows
 from services.dit.worker import DitWorker
 from tools.train_tiny import training, transformer
+from tools.train_tiny.text_encoder import ATTRIBUTES
 from tools.train_tiny.training import generator
 from tools.train_tiny.transformer import (
     FLOAT32_ISLANDS,
@@ -171,6 +172,24 @@ def random_clips(what: Lesson, random: torch.Generator) -> Clips:
     )
 
 
+class RandomLessons:
+    def texts(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        states = torch.randn(count, NUM_TOKENS, 128, generator=random)
+        return states, torch.stack([(states[:, 0, k] > 0).long() for k in range(len(ATTRIBUTES))], 1)
+
+    def __call__(self, what: Lesson, random: torch.Generator) -> Clips:
+        return random_clips(what, random)
+
+
+def train(directory: Path, work: Path) -> None:
+    train_transformer(directory, work, 0, RandomLessons(), CPU, num_text_steps=3, num_steps=3)
+
+
+def contents(directory: Path) -> list[bytes]:
+    names = ("transformer/diffusion_pytorch_model.safetensors", "adapters/raven.safetensors")
+    return [(directory / name).read_bytes() for name in names]
+
+
 def test_a_chunk_learns_from_the_chunks_that_the_cache_would_hold() -> None:
     clips = random_clips(Lesson("causal", 107, 2, 2), generator(2, "test"))
     segments, noisy, _ = causal_segments(clips, generator(3, "test"), sink=2, window=2)
@@ -189,25 +208,28 @@ def test_lessons_bring_every_kind_and_the_longest_clips() -> None:
     assert {(what.sink, what.window) for what in drawn} > {(2, 2), (1, 2), (2, None)}
 
 
-def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stopped_in", ["text rows", "transformer"])
+def test_a_stopped_run_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_in: str
+) -> None:
     monkeypatch.setattr(transformer, "_LENGTHS", (22,))
-    train_transformer(tmp_path / "whole", tmp_path / "work", 0, random_clips, CPU, num_steps=4)
+    monkeypatch.setattr(transformer, "_TEXTS", 4)
+    train(tmp_path / "whole", tmp_path / "work")
 
     monkeypatch.setattr(training, "CHECKPOINT_EVERY_S", 0.0)
     seeded = transformer.generator
 
     def stop(seed: int, *names: object) -> torch.Generator:
-        if names == ("transformer", 2):
+        if names == (stopped_in, 2):
             raise KeyboardInterrupt
         return seeded(seed, *names)
 
     monkeypatch.setattr(transformer, "generator", stop)
     with pytest.raises(KeyboardInterrupt):
-        train_transformer(tmp_path / "again", tmp_path / "stopped", 0, random_clips, CPU, num_steps=4)
+        train(tmp_path / "again", tmp_path / "stopped")
     monkeypatch.setattr(transformer, "generator", seeded)
-    train_transformer(tmp_path / "again", tmp_path / "stopped", 0, random_clips, CPU, num_steps=4)
-    for name in ("transformer/diffusion_pytorch_model.safetensors", "adapters/raven.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    train(tmp_path / "again", tmp_path / "stopped")
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
 
 
 def test_a_random_lesson_moves_both_the_base_and_what_the_rollout_adds() -> None:
