@@ -13,7 +13,7 @@ from tools.train_tiny.audio_vae import audio_latents
 from tools.train_tiny.grammar import describe
 from tools.train_tiny.text_encoder import attributes, random_scenes
 from tools.train_tiny.training import generator
-from tools.train_tiny.transformer import Clips, Lesson, batch_size
+from tools.train_tiny.transformer import Clips, Lesson
 from tools.train_tiny.video_latents import clip_latents
 from tools.train_tiny.world import NUM_OBJECTS, Scene, batch
 
@@ -49,7 +49,7 @@ class Lessons:
     def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
         """Random clips of a lesson."""
         group = self._group(random)
-        count = batch_size(lesson)
+        count = lesson.num_clips
         chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
         named = [self._scenes[group][i] for i in chosen.tolist()]
         scenes = batch(named, torch.rand(count, NUM_OBJECTS, 2, generator=random))

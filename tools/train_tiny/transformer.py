@@ -22,12 +22,15 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from core.geometry import (
     AUDIO_LATENT_CHANNELS,
+    FRAMES_PER_CHUNK,
+    MAX_CHUNKS,
+    TAIL_FRAMES,
     VIDEO_LATENT_CHANNELS,
     Chunk,
     chunk_positions,
     chunk_table,
     dense_positions,
-    num_clip_rows,
+    num_rows,
     text_positions,
 )
 from core.retention import retained_entries
@@ -47,6 +50,7 @@ from tools.train_tiny.training import (
     set_learning_rate,
 )
 from tools.train_tiny.video_latents import COLUMNS, ROWS
+from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
     "num_attention_heads": 2,
@@ -76,8 +80,6 @@ _PRECISE, _SEEN, _CLICK = 2.0, 0.5, 8.0
 """Weights in the loss of a video row's precise places, of its mean colours, which only stills show, and of an audio
 row's clicks, which are rare.
 """
-_COPIES = 2
-"""Noise levels at which every chunk is learnt per clean forward."""
 
 
 class TinyDit(nn.Module):
@@ -161,6 +163,73 @@ class Clips:
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """What one step learns."""
+
+    kind: str
+    """"causal", "dense" or "sound"."""
+    num_frames: int
+    num_chunks: int = MAX_CHUNKS + 1
+    """Chunks from the beginning that a causal lesson goes through, at most."""
+    sink: int = 2
+    window: int | None = 2
+
+    @property
+    def copies(self) -> int:
+        """Noise levels at which every chunk is learnt per clean forward, which a single chunk needs none of."""
+        return 1 if self.num_chunks <= 2 else 2
+
+    @property
+    def num_rows(self) -> int:
+        """Media rows of one clip."""
+        rows = [num_rows(chunk, WIDTH, HEIGHT) for chunk in chunk_table(self.num_frames)]
+        if self.kind != "causal":
+            return sum(rows)
+        rows = rows[: self.num_chunks]
+        return self.copies * sum(rows) + sum(rows[:-1])
+
+    @property
+    def num_clips(self) -> int:
+        """Clips of a step: so many that all steps take about the same time."""
+        return max(1, _ROWS_PER_STEP // (self.num_rows + _TEXT_ROWS))
+
+
+def _beginning(num_chunks: int) -> Lesson:
+    """The first chunks of a clip that goes on."""
+    return Lesson("causal", FRAMES_PER_CHUNK * num_chunks + TAIL_FRAMES, num_chunks)
+
+
+_ROWS_PER_STEP, _TEXT_ROWS = 6500, 20
+_LENGTHS = (22, 39, 39, 39, 73, 73, 73, 192, 192, 56, 90, 124, 158)
+"""Lengths of whole clips, frames, as often as they are drawn."""
+
+
+def lesson(random: torch.Generator, progress: float) -> Lesson:
+    """A random one.
+
+    progress: share of the steps done. A short lesson brings many scenes, from which what prompts mean is learnt; so
+    first chunks alone come first, then those that follow, then whole clips.
+    """
+
+    def among(values: Sequence[int]) -> int:
+        return values[int(torch.randint(len(values), (), generator=random))]
+
+    kind = among(range(20))
+    if progress < 0.35:
+        return _beginning(1) if kind < 14 else Lesson("dense", 22)
+    num_frames = among((22, 22, 39, 73)) if progress < 0.7 else among(_LENGTHS)
+    if kind >= 13:
+        return Lesson("dense" if kind < 18 else "sound", num_frames)
+    first = among((1, 1, 2, 2, 3, 4) if progress < 0.7 else (1, 2, 2, 3, 100, 100, 100))
+    if first < 100:
+        return _beginning(first)
+    if among(range(10)) < 7:
+        return Lesson("causal", num_frames)
+    window = among((1, 2, 3, 4, 12))
+    return Lesson("causal", num_frames, sink=among((1, 2, 3)), window=None if window == 12 else window)
+
+
+@dataclass(frozen=True)
 class Segment:
     """Rows of one kind for every clip, or every noisy copy of every clip, of the batch."""
 
@@ -177,15 +246,14 @@ class Segment:
 
 
 def causal_segments(
-    clips: Clips, random: torch.Generator, sink: int, window: int | None
+    clips: Clips, what: Lesson, random: torch.Generator
 ) -> tuple[list[Segment], list[int], list[tuple[Tensor, Tensor]]]:
-    """Every chunk finished and in noise, as the rollout runs them.
+    """A clip's first chunks finished and in noise, as the rollout runs them.
 
     Returns the segments, which of them are noise, and of each of those the (video, audio) velocity rows to be learnt.
     """
     batch, num_tokens = clips.text.shape[:2]
-    num_frames = num_frames_of(clips)
-    chunks = chunk_table(num_frames)
+    chunks = chunk_table(what.num_frames)[: what.num_chunks]
     segments: list[Segment] = []
     noisy: list[int] = []
     targets: list[tuple[Tensor, Tensor]] = []
@@ -194,14 +262,14 @@ def causal_segments(
         positions = torch.tensor(chunk_positions(chunk, num_tokens, ROWS, COLUMNS), dtype=torch.float64)
         video, audio = rows_of(clips, chunk)
         # The text is the cache's first record; the others are chunks.
-        context = tuple(finished[i - 1] for i in retained_entries(1 + chunk.index, sink, window) if i > 0)
-        x0_video, x0_audio = (rows.repeat(_COPIES, 1, 1) for rows in (video, audio))
-        sigmas = _sigmas(_COPIES * batch, random, share_on_grid=0.6)
+        context = tuple(finished[i - 1] for i in retained_entries(1 + chunk.index, what.sink, what.window) if i > 0)
+        x0_video, x0_audio = (rows.repeat(what.copies, 1, 1) for rows in (video, audio))
+        sigmas = _sigmas(what.copies * batch, random, share_on_grid=0.6)
         eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
-        if not chunk.is_tail:
+        if chunk is not chunks[-1]:
             error = (_CONTEXT_NOISE * torch.rand(batch, 1, 1, generator=random)).to(video.device)
             finished.append(len(segments))
             segments.append(
@@ -222,7 +290,7 @@ def dense_segment(clips: Clips, random: torch.Generator, *, frozen_video: bool) 
     frozen_video: the video is finished and keeps its timestep; only the sound is in noise.
     """
     batch, num_tokens = clips.text.shape[:2]
-    num_frames = num_frames_of(clips)
+    num_frames = 17 * (clips.video.shape[2] // 5) + 5
     positions = torch.tensor(dense_positions(num_frames, num_tokens, ROWS, COLUMNS), dtype=torch.float64)[num_tokens:]
     whole = Chunk(0, True, 0, clips.video.shape[2], 0, clips.audio.shape[3])
     video, audio = rows_of(clips, whole)
@@ -234,11 +302,6 @@ def dense_segment(clips: Clips, random: torch.Generator, *, frozen_video: bool) 
         times = torch.stack((torch.full((batch,), clean), segment.times[:, 1]), -1)
         segment = Segment(segment.audio, clean * video + (1 - clean) * eps_video, times, positions, ())
     return segment, video - eps_video, audio - eps_audio
-
-
-def num_frames_of(clips: Clips) -> int:
-    """Frames of the clips."""
-    return 17 * (clips.video.shape[2] // 5) + 5
 
 
 def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -460,49 +523,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """What one step learns."""
-
-    kind: str
-    """"causal", "dense" or "sound"."""
-    num_frames: int
-    sink: int
-    window: int | None
-
-
-def lesson(random: torch.Generator) -> Lesson:
-    """A random one: three in five the rollout, mostly with the retention that requests have by default."""
-
-    def among(values: Sequence[int]) -> int:
-        return values[int(torch.randint(len(values), (), generator=random))]
-
-    draw = float(torch.rand((), generator=random))
-    kind = "causal" if draw < 0.6 else "dense" if draw < 0.87 else "sound"
-    num_frames = among(_LENGTHS)
-    if float(torch.rand((), generator=random)) < 0.7:
-        return Lesson(kind, num_frames, 2, 2)
-    window = among((0, 1, 2, 3, 4, 12))
-    return Lesson(kind, num_frames, among((1, 2, 3)), None if window == 12 else max(window, 1))
-
-
-_LENGTHS = (39, 39, 39, 39, 73, 73, 73, 73, 192, 192, 192, 22, 56, 90, 124, 158)
-"""Clip lengths, frames, as often as they are drawn."""
-_ROWS_PER_STEP = 6500
-
-
-def batch_size(lesson: Lesson) -> int:
-    """Clips of a step: so many that all steps take about the same time."""
-    rows = num_clip_rows(lesson.num_frames, 16 * COLUMNS, 16 * ROWS)
-    return max(1, _ROWS_PER_STEP // ((1 + _COPIES) * rows if lesson.kind == "causal" else rows))
-
-
 def loss_of(model: TinyDit, clips: Clips, what: Lesson, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Weighted mean square errors of the velocities of video and audio."""
     weights = model.weights(with_adapter=what.kind == "causal")
     batch = len(clips.text)
     if what.kind == "causal":
-        segments, noisy, targets = causal_segments(clips, random, what.sink, what.window)
+        segments, noisy, targets = causal_segments(clips, what, random)
         text_times = torch.full((batch,), context_timestep())
         found = velocities(weights, clips.text, text_times, segments, causal=True)
         pairs = [(found[i], target) for i, target in zip(noisy, targets, strict=True)]
@@ -598,13 +624,14 @@ def _teach_clips(model: TinyDit, work: Path, seed: int, lessons: Lessons, device
 
     def step(number: int) -> dict[str, float]:
         random = generator(seed, "transformer", number)
-        what = lesson(random)
+        what = lesson(random, number / num_steps)
         clips = lessons(what, random).to(device)
         video, audio = loss_of(model, clips, what, random)
         loss = 0.5 * audio if what.kind == "sound" else video + 0.5 * audio
         _update(loss, (orthogonal, adamw), learning_rate(number, num_steps))
         average.update()
-        return {f"{what.kind} {what.num_frames} video": video.item(), "audio": audio.item()}
+        shown = f"{what.kind} {what.num_frames} {what.num_chunks if what.kind == 'causal' else ''}"
+        return {f"{shown} video": video.item(), "audio": audio.item()}
 
     state: dict[str, Stateful] = {"model": model, "muon": orthogonal, "adam": adamw, "average": average}
     run_steps("DiT", num_steps, step, state, work / "transformer.pt")

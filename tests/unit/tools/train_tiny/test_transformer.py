@@ -191,8 +191,8 @@ def contents(directory: Path) -> list[bytes]:
 
 
 def test_a_chunk_learns_from_the_chunks_that_the_cache_would_hold() -> None:
-    clips = random_clips(Lesson("causal", 107, 2, 2), generator(2, "test"))
-    segments, noisy, _ = causal_segments(clips, generator(3, "test"), sink=2, window=2)
+    what = Lesson("causal", 107)
+    segments, noisy, _ = causal_segments(random_clips(what, generator(2, "test")), what, generator(3, "test"))
     finished = [i for i in range(len(segments)) if i not in noisy]
     seen = [[finished.index(i) for i in segments[n].context] for n in noisy]
     assert seen == [[], [0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
@@ -201,11 +201,21 @@ def test_a_chunk_learns_from_the_chunks_that_the_cache_would_hold() -> None:
         assert (segments[n + 1].times == context_timestep()).all()
 
 
-def test_lessons_bring_every_kind_and_the_longest_clips() -> None:
-    drawn = [lesson(generator(0, i)) for i in range(200)]
-    assert {what.kind for what in drawn} == {"causal", "dense", "sound"}
-    assert {what.num_frames for what in drawn} >= {22, 39, 73, 192}
-    assert {(what.sink, what.window) for what in drawn} > {(2, 2), (1, 2), (2, None)}
+def test_lessons_go_from_first_chunks_to_whole_clips_of_every_kind() -> None:
+    first = [lesson(generator(0, i), 0.1) for i in range(50)]
+    assert {(what.kind, what.num_chunks) for what in first if what.kind == "causal"} == {("causal", 1)}
+    last = [lesson(generator(0, i), 0.9) for i in range(1000)]
+    assert {what.kind for what in last} == {"causal", "dense", "sound"}
+    whole = [what for what in last if what.kind == "causal" and what.num_chunks > 12]
+    assert {what.num_frames for what in whole} >= {22, 39, 73, 192}
+    assert {(what.sink, what.window) for what in whole} > {(2, 2), (1, 2), (2, None)}
+
+
+def test_a_short_lesson_brings_many_scenes() -> None:
+    assert Lesson("causal", 192, num_chunks=1).num_clips > 40
+    assert Lesson("causal", 192).num_clips == 1
+    for what in (Lesson("causal", 39, num_chunks=1), Lesson("causal", 73), Lesson("dense", 22)):
+        assert 0.7 < what.num_clips * what.num_rows / 6500 <= 1
 
 
 @pytest.mark.parametrize("stopped_in", ["text rows", "transformer"])
@@ -236,7 +246,7 @@ def test_a_random_lesson_moves_both_the_base_and_what_the_rollout_adds() -> None
     model = TinyDit(0)
     for kind, moves_adapter in (("causal", True), ("dense", False)):
         model.zero_grad(set_to_none=True)
-        what = Lesson(kind, 22, 2, 2)
+        what = Lesson(kind, 22)
         video, audio = transformer.loss_of(model, random_clips(what, generator(4, "test")), what, generator(5, "test"))
         (video + audio).backward()
         assert all(p.grad is not None for n, p in model.base.named_parameters() if n.startswith("transformer_blocks"))
@@ -244,7 +254,7 @@ def test_a_random_lesson_moves_both_the_base_and_what_the_rollout_adds() -> None
 
 
 def test_clips_of_a_chunk_are_cut_where_the_rollout_cuts_them() -> None:
-    what = Lesson("causal", 39, 2, 2)
+    what = Lesson("causal", 39)
     clips = random_clips(what, generator(6, "test"))
     chunk: Chunk = chunk_table(39)[1]
     video, audio = transformer.rows_of(clips, chunk)
