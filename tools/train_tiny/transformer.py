@@ -76,7 +76,7 @@ _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training: the rollout's own chunks are not exact either."""
-_PRECISE, _SEEN, _CLICK = 2.0, 0.5, 8.0
+_PRECISE, _SEEN, _CLICK = 1.5, 0.5, 8.0
 """Weights in the loss of a video row's precise places, of its mean colours, which only stills show, and of an audio
 row's clicks, which are rare.
 """
@@ -557,7 +557,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[17:21, 0] = _PRECISE
+    weights[13:17, 0] = _PRECISE
     return weights.flatten()
 
 

@@ -6,12 +6,12 @@ out, and no row has to know where it is.
 
     channels 0-2         mean colour of the pixels that the latent stands for: what a linear preview shows
     3-4                  which of the four it is
-    5-8, 9-12            where its middle is: cosine and sine of x and of y, over a mover's way round, then over a part
-    13-23, upper left    first object: where it is, in the same form (8), its way in x and in y within the latent's four
-                         frames, and the bend of the latter
+    5-10                 where its middle is: x and y, then cosine and sine of x and of y, which repeat and are precise
+    11-23, upper left    first object: where it is, in the same form (6), its way in x and in y within the latent's four
+                         frames, the bend of the latter, shape (2), size
            upper right   second object: the same
-           lower left    colour (3) and shape (2) of the first object, then of the second
-           lower right   background: colour of the sky's middle, colour at the lower edge; size of both objects
+           lower left    colour of both objects, and where they are once more: x and y
+           lower right   background: colour of the sky's middle, colour at the lower edge; the objects' ways once more
 
 Values are of the order of 1, so the model's latent statistics are mean 0 and deviation 1.
 """
@@ -29,16 +29,18 @@ from core.geometry import (
     num_video_latents,
 )
 from tools.train_tiny.picture import backdrops, coverage
-from tools.train_tiny.world import HEIGHT, RADII, RGB, SHAPES, WIDTH, WRAP_X, WRAP_Y, Scenes, positions
+from tools.train_tiny.world import HEIGHT, RADII, RGB, SHAPES, WIDTH, Scenes, positions
 
 ROWS, COLUMNS = HEIGHT // SPATIAL_COMPRESSION, WIDTH // SPATIAL_COMPRESSION
 BLOCK_FRAMES = 4
 """Frames that one latent decodes to. Of a chunk's first latent only the last one is shown."""
-PERIODS = ((WRAP_X, WRAP_Y), (WRAP_X / 4, WRAP_Y / 3))
-"""In x and y, over which places are told: roughly, then precisely. The way round is a whole number of each."""
-_AMPLITUDE = 1.2
-"""Of the cosines and sines."""
-TOLD = slice(13, VIDEO_LATENT_CHANNELS)
+PERIOD = 64.0
+"""Pixels after which the precise channels repeat."""
+AMPLITUDE = 1.2
+"""Of the precise channels."""
+_UNIT = 24.0
+"""Pixels that are 1 in the others."""
+TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
@@ -65,11 +67,8 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     """
     flat = frames.flatten(-2)
     at = positions(scenes, flat).unflatten(2, (-1, BLOCK_FRAMES))  # [B, 2, T, 4, 2]
-    way = torch.tensor([WRAP_X, WRAP_Y], dtype=at.dtype)
-    # A mover that comes back on the other side does so between two frames: counted on from the first.
-    at = at[..., :1, :] + torch.remainder(at - at[..., :1, :] + way / 2, way) - way / 2
     middle = at.mean(dim=3)  # [B, 2, T, 2]
-    moved = (at[..., 3, :] - at[..., 0, :]) / 4.0
+    moved = (at[..., 3, :] - at[..., 0, :]) / 3.0
     bend = (at[..., 3, 1] + at[..., 0, 1] - at[..., 1, 1] - at[..., 2, 1]) / 3.0
 
     out = torch.zeros(len(scenes), middle.shape[2], ROWS, COLUMNS, VIDEO_LATENT_CHANNELS, dtype=torch.float64)
@@ -77,27 +76,29 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     out[..., :3] = 2.0 * (_mean_colours(scenes, middle) - 0.4)
     out[..., 3] = 2.0 * (torch.arange(ROWS) % 2)[:, None] - 1.0
     out[..., 4] = 2.0 * (torch.arange(COLUMNS) % 2) - 1.0
-    out[..., 5:13] = _places(torch.stack(torch.broadcast_tensors(x, y[:, None]), -1))
+    out[..., 5:11] = _places(torch.stack(torch.broadcast_tensors(x, y[:, None]), -1))
     there = scenes.present[:, :, None, None]
-    moving = torch.cat((_places(middle), moved, bend[..., None]), -1) * there  # [B, 2, T, 11]
-    colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5)
     shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
-    look = (torch.cat((colour, shape), -1) * scenes.present[..., None]).flatten(1)  # [B, 10]
-    size = torch.where(scenes.present, scenes.size - 0.5, -1.5)
+    size = torch.where(scenes.present, scenes.size - 0.5, -1.5)[..., None]  # an absent object has one of its own
+    fixed = torch.cat((shape * scenes.present[..., None], size), -1)[:, :, None].expand(-1, -1, middle.shape[2], -1)
+    things = torch.cat((torch.cat((_places(middle), moved, bend[..., None]), -1) * there, fixed), -1)  # [B, 2, T, 12]
+    colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5) * scenes.present[..., None]
     pictures = backdrops()
     backdrop = torch.cat((pictures[:, HEIGHT // 3], pictures[:, -1]), -1)[scenes.background]  # [B, 6]
-    out[:, :, 0::2, 0::2, 13:] = moving[:, 0, :, None, None]
-    out[:, :, 0::2, 1::2, 13:] = moving[:, 1, :, None, None]
-    out[:, :, 1::2, 0::2, 13:23] = look[:, None, None, None]
-    out[:, :, 1::2, 1::2, 13:19] = 4.0 * (backdrop.double() - 0.3)[:, None, None, None]
-    out[:, :, 1::2, 1::2, 19:21] = size[:, None, None, None]
+    out[:, :, 0::2, 0::2, 11:23] = things[:, 0, :, None, None]
+    out[:, :, 0::2, 1::2, 11:23] = things[:, 1, :, None, None]
+    out[:, :, 1::2, 0::2, 11:17] = colour.flatten(1)[:, None, None, None]
+    out[:, :, 1::2, 0::2, 17:21] = things[..., :2].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
+    out[:, :, 1::2, 1::2, 11:17] = 4.0 * (backdrop.double() - 0.3)[:, None, None, None]
+    out[:, :, 1::2, 1::2, 17:21] = things[..., 6:8].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
     return out.permute(0, 4, 1, 2, 3).float().contiguous()
 
 
 def _places(points: Tensor) -> Tensor:
-    """Points `[..., 2]` (x, y) as `[..., 8]`: cosine and sine of x, then of y, over each of the periods."""
-    angles = [2 * torch.pi * points[..., axis] / periods[axis] for periods in PERIODS for axis in range(2)]
-    return _AMPLITUDE * torch.stack([turn(angle) for angle in angles for turn in (torch.cos, torch.sin)], -1)
+    """Points `[..., 2]` (x, y) as `[..., 6]`: x and y, cosine and sine of x, cosine and sine of y."""
+    angles = 2 * torch.pi * points / PERIOD
+    turns = AMPLITUDE * torch.stack((angles.cos(), angles.sin()), -1)  # [..., 2, 2]
+    return torch.cat((points / _UNIT, turns.flatten(-2)), -1)
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:

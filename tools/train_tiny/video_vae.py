@@ -30,6 +30,7 @@ from tools.train_tiny.training import (
     set_learning_rate,
 )
 from tools.train_tiny.video_latents import (
+    AMPLITUDE,
     BLOCK_FRAMES,
     COLUMNS,
     CORNERS,
@@ -65,7 +66,7 @@ _SHOWN = (*range(3, 20), *range(23, 28))
 
 _FOLLOWS = [i for i in range(len(_SHOWN) - 1) if _SHOWN[i + 1] == _SHOWN[i] + 1]
 """Shown frames that the next one follows."""
-_CHANGE = 2.0
+_CHANGE = 4.0
 """Weight in the loss of errors in how pictures change: an edge that is off is seen less than one that jumps."""
 
 CONFIG = {
@@ -240,7 +241,7 @@ def _train(
 
 
 def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Single latents near objects with errors: `[N, 24]`, what the heads should fetch for each `[N, 4, 11]`,
+    """Single latents near objects with errors: `[N, 24]`, what the heads should fetch for each `[N, 4, 13]`,
     and the pixels `[N, 3, 1024]` in [0, 1].
     """
     scenes = batch(
@@ -249,7 +250,7 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     moment = torch.randint(len(_MOMENTS), (_SCENES,), generator=random)
     frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
     given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]
-    told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 11]
+    told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 13]
     size = 0.08 * torch.rand(_SCENES, 1, 1, generator=random)
     told = told + 0.3 * size * torch.randn(told.shape, generator=random)
     # The nearest latents, and some of the others: the farther the less often.
@@ -270,7 +271,7 @@ _MOMENTS = block_frames(LATENTS_PER_CHUNK * (MAX_FRAMES // FRAMES_PER_CHUNK))
 
 
 def draw(decoder: Any, given: Tensor, fetched: Tensor) -> Tensor:
-    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 11]` in place of what the heads find."""
+    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 13]` in place of what the heads find."""
     rows = decoder.proj_in(given)
     rows = torch.cat((rows[:, :_FETCHED], rows[:, _FETCHED:_CONSTANT] + fetched.flatten(1), rows[:, _CONSTANT:]), 1)
     for block in decoder.transformer_blocks:
@@ -295,13 +296,14 @@ def initial_model(seed: int) -> AutoencoderKLMiniMaxH3:
     return model
 
 
+_NUM_TOLD = VIDEO_LATENT_CHANNELS - TOLD.start
 _FETCHED = VIDEO_LATENT_CHANNELS
-"""First hidden channel of what the heads fetch: eleven from each of a row's four latents."""
-_CONSTANT = _FETCHED + 44
+"""First hidden channel of what the heads fetch: thirteen from each of a row's four latents."""
+_CONSTANT = _FETCHED + 4 * _NUM_TOLD
 """Hidden channel that holds a constant, so that a row's norm hardly depends on what the others hold."""
 _CONSTANT_VALUE = 12.0
 _AWAY = _CONSTANT + 1
-"""First hidden channel of how far away both objects are: eight for each, in the form in which places are told."""
+"""First hidden channel of how far away both objects are: cosine and sine in x, then in y, of each."""
 _BENT = 6.0
 """Where the gates work: far enough up that they hardly bend what they let through."""
 
@@ -309,7 +311,7 @@ _BENT = 6.0
 def _blocks(decoder: Any, random: torch.Generator) -> None:
     """Random weights, but for the channels named above, and attention that adds nothing."""
     decoder.proj_in.weight.copy_(torch.randn(decoder.proj_in.weight.shape, generator=random) * 0.1)
-    decoder.proj_in.weight[: _AWAY + 16] = 0.0
+    decoder.proj_in.weight[: _AWAY + 8] = 0.0
     decoder.proj_in.weight[:_FETCHED] = torch.eye(VIDEO_LATENT_CHANNELS)
     decoder.proj_in.bias.zero_()
     decoder.proj_in.bias[_CONSTANT] = _CONSTANT_VALUE
@@ -343,9 +345,9 @@ def _fetching_heads(decoder: Any) -> None:
         attn.to_q.bias[rest : rest + 2] = torch.tensor([2.0 * row - 1.0, 2.0 * column - 1.0])
         attn.to_k.weight[rest, 3] = attn.to_k.weight[rest + 1, 4] = rms
         attn.to_v.weight[first : first + dim] = 0.0
-        attn.to_v.weight[first : first + 11, TOLD] = torch.eye(11)
-        place = _FETCHED + 11 * kind
-        attn.to_out[0].weight[place : place + 11, first : first + 11] = rms * torch.eye(11)
+        attn.to_v.weight[first : first + _NUM_TOLD, TOLD] = torch.eye(_NUM_TOLD)
+        place = _FETCHED + _NUM_TOLD * kind
+        attn.to_out[0].weight[place : place + _NUM_TOLD, first : first + _NUM_TOLD] = rms * torch.eye(_NUM_TOLD)
 
 
 def _distances(decoder: Any) -> None:
@@ -368,16 +370,16 @@ def _distances(decoder: Any) -> None:
             gates[unit, gate] = rms
         gate_bias[unit] = _BENT
         feed.net[2].weight[:, unit] = 0.0
-        feed.net[2].weight[target, unit] = sign / 1.2
+        feed.net[2].weight[target, unit] = sign / AMPLITUDE
         unit += 1
 
     for thing in range(NUM_OBJECTS):
-        for pair in range(4):
-            own_cos = 5 + 2 * pair
+        for pair in range(2):
+            own_cos = 7 + 2 * pair
             own_sin = own_cos + 1
-            cos = _FETCHED + 11 * thing + 2 * pair
+            cos = _FETCHED + _NUM_TOLD * thing + 2 + 2 * pair
             sin = cos + 1
-            away_cos = _AWAY + 8 * thing + 2 * pair
+            away_cos = _AWAY + 4 * thing + 2 * pair
             away_sin = away_cos + 1
             for value, gate, target, sign in (
                 (own_cos, cos, away_cos, 1.0),
@@ -387,7 +389,7 @@ def _distances(decoder: Any) -> None:
             ):
                 product(value, gate, target, sign)
                 product(value, None, target, -sign)
-    feed.net[2].weight[_AWAY : _AWAY + 16, unit:] = 0.0
+    feed.net[2].weight[_AWAY : _AWAY + 8, unit:] = 0.0
 
 
 def _usual_rms(width: int) -> float:

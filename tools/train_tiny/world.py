@@ -82,10 +82,10 @@ PULSE_PERIODS = (0, 24, 12)
 PULSE_DECAY = 5.0
 """Audio latents in which a stroke falls to 1/e."""
 
-WRAP_X, WRAP_Y = 220.0, 156.0
-"""Way after which a mover comes back on the other side: the canvas and enough to be out of sight."""
-SPEED_X, SPEED_Y = 1.25, 0.9
-"""Of a mover, pixels a frame."""
+SPEED_X, SPEED_Y = 0.72, 0.4
+"""Of a mover, pixels a frame: the longest clip takes it once across the canvas."""
+START_X, START_Y = 58.0, 36.0
+"""How far from the centre movers start, on the side that they come from."""
 GROUND = 43.0
 """What a bouncing object's lowest edge touches."""
 BOUNCE_FRAMES, BOUNCE_HEIGHT = 34.0, 36.0
@@ -203,37 +203,32 @@ def positions(scenes: Scenes, frames: Tensor) -> Tensor:
     motion, radius = scenes.motion[:, :, None], scenes.radius[:, :, None]
     still_x, still_y = home_x + 48.0 * spread * u, home_y + 24.0 * spread * v
     zero = torch.zeros_like(t)
-    sweep_x, sweep_y = SPEED_X * t - 22.0, SPEED_Y * t - 14.0
-    across = home_x + 40.0 * spread * u
+    sweep_x, sweep_y = SPEED_X * t - START_X, SPEED_Y * t - START_Y
+    across, along = 24.0 * u, 12.0 * u
     turn = 2 * torch.pi * (t / ORBIT_FRAMES + u)
     hop = BOUNCE_HEIGHT * torch.sin(torch.pi * (t / BOUNCE_FRAMES + u)).abs()
     along_x = home_x + 40.0 * spread * v
     x = [
         still_x + zero,
-        _wrap(across + sweep_x, WRAP_X),
-        _wrap(across - sweep_x, WRAP_X),
+        across + sweep_x,
+        across - sweep_x,
         along_x + zero,
         along_x + zero,
         along_x + zero,
         home_x + 24.0 * spread * v + ORBIT_RADIUS * torch.cos(turn),
     ]
-    height = 24.0 * spread * u
     y = [
         still_y + zero,
         home_y + 20.0 * spread * v + zero,
         home_y + 20.0 * spread * v + zero,
-        _wrap(home_y + height - sweep_y, WRAP_Y),
-        _wrap(home_y + height + sweep_y, WRAP_Y),
+        along - sweep_y,
+        along + sweep_y,
         GROUND - radius - hop,
         0.5 * home_y + ORBIT_RADIUS * torch.sin(turn),
     ]
     stacked = torch.stack([torch.stack(torch.broadcast_tensors(*x)), torch.stack(torch.broadcast_tensors(*y))], -1)
     index = motion[None, ..., None].expand(1, *stacked.shape[1:])
     return stacked.gather(0, index)[0]
-
-
-def _wrap(value: Tensor, period: float) -> Tensor:
-    return torch.remainder(value + period / 2, period) - period / 2
 
 
 def pan(x: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ from tools.train_tiny.world import (
     RADII,
     SPEED_X,
     SPEED_Y,
-    WRAP_X,
-    WRAP_Y,
 )
 
 OUTLIER = 8.0
@@ -30,8 +28,6 @@ _PHASES = 136
 """Phases tried of a motion that repeats."""
 _TOUCH_REACH = 9
 """Frames before and after a touch that say when it was."""
-_NEVER = 1e6
-"""Longer than any way."""
 
 
 @dataclass(frozen=True)
@@ -73,37 +69,22 @@ def fits(track: Tensor, weight: Tensor, size: int) -> list[Fit]:
 
 def _fit(motion: int, curves: Tensor, track: Tensor, weight: Tensor) -> Fit:
     """The best of some curves `[N, F, 2]`, each moved to where the track is."""
-    name = MOTIONS[motion]
-    periods = (WRAP_X if name in ("right", "left") else _NEVER, WRAP_Y if name in ("up", "down") else _NEVER)
     off = track - curves
-    placed = torch.stack([_median(off[..., axis], weight, period) for axis, period in enumerate(periods)], -1)
-    if name == "bounce":
+    placed = torch.stack([_median(off[..., axis], weight) for axis in range(2)], -1)
+    if MOTIONS[motion] == "bounce":
         placed[:, 1] = 0.0  # the ground is where it is
-    off = torch.stack(
-        [_wrapped(off[..., axis] - placed[:, axis, None], period) for axis, period in enumerate(periods)], -1
-    )
-    square = off.square().sum(-1).clamp(max=OUTLIER**2)
+    square = (off - placed[:, None]).square().sum(-1).clamp(max=OUTLIER**2)
     errors = ((square * weight).sum(-1) / weight.sum()).sqrt()
     best = int(errors.argmin())
-    path = curves[best] + placed[best]
-    path = torch.stack([_wrapped(path[:, axis], period) for axis, period in enumerate(periods)], -1)
-    return Fit(motion, float(errors[best]), path)
+    return Fit(motion, float(errors[best]), curves[best] + placed[best])
 
 
-def _wrapped(value: Tensor, period: float) -> Tensor:
-    return torch.remainder(value + period / 2, period) - period / 2
-
-
-def _median(values: Tensor, weight: Tensor, period: float) -> Tensor:
-    """Weighted median over the frames of values that repeat, `[N]`.  values: `[N, F]`."""
-    middle = values[:, int(weight.argmax())]
-    for _ in range(2):  # the second time around the middle itself, so that no value lies half a period off
-        near = _wrapped(values - middle[:, None], period)
-        order = near.argsort(dim=1)
-        summed = weight[order].cumsum(dim=1)
-        index = (summed < 0.5 * weight.sum()).sum(dim=1).clamp(max=len(weight) - 1)
-        middle = middle + near.gather(1, order.gather(1, index[:, None]))[:, 0]
-    return middle
+def _median(values: Tensor, weight: Tensor) -> Tensor:
+    """Weighted median over the frames, `[N]`.  values: `[N, F]`."""
+    order = values.argsort(dim=1)
+    summed = weight[order].cumsum(dim=1)
+    index = (summed < 0.5 * weight.sum()).sum(dim=1).clamp(max=len(weight) - 1)
+    return values.gather(1, order.gather(1, index[:, None]))[:, 0]
 
 
 def touches(track: Tensor, visible: Tensor) -> list[float]:
