@@ -59,7 +59,7 @@ def test_the_heads_fetch_what_each_kind_of_latent_tells_at_the_same_moment(model
     )
     model.decoder(given)
     handle.remove()
-    found = fetched[0][:, : 7 * 60, 24:68].unflatten(1, (7, 6, 10)).unflatten(-1, (4, 11))
+    found = fetched[0][:, : 7 * 60, 24:76].unflatten(1, (7, 6, 10)).unflatten(-1, (4, 13))
     for kind, (row, column) in enumerate(CORNERS):
         told = given[:, TOLD, :, row, column].transpose(1, 2)[:, :, None, None]
         assert (found[..., kind, :] - told).abs().mean() < 0.15 * told.abs().mean() + 0.04
@@ -82,13 +82,13 @@ def test_the_first_feed_forward_tells_how_far_the_objects_are(model: Any, stenci
     given, fetched, _ = random_cells(stencils, generator(5, "test"))
     block = model.decoder.transformer_blocks[0]
     rows = model.decoder.proj_in(given)
-    rows = torch.cat((rows[:, :24], rows[:, 24:68] + fetched.flatten(1), rows[:, 68:]), 1)
-    away = block.ff(block.norm2(rows))[:, 69:85].unflatten(-1, (2, 4, 2))
-    own = torch.view_as_complex(given[:, 5:13].unflatten(-1, (4, 2)).contiguous())
+    rows = torch.cat((rows[:, :24], rows[:, 24:76] + fetched.flatten(1), rows[:, 76:]), 1)
+    away = block.ff(block.norm2(rows))[:, 77:85].unflatten(-1, (2, 2, 2))
+    own = torch.view_as_complex(given[:, 7:11].unflatten(-1, (2, 2)).contiguous())
     for thing in range(2):
-        place = torch.view_as_complex(fetched[:, thing, :8].unflatten(-1, (4, 2)).contiguous())
+        place = torch.view_as_complex(fetched[:, thing, 2:6].unflatten(-1, (2, 2)).contiguous())
         expected = torch.view_as_real(place * own.conj() / 1.2)
-        assert (away[:, thing] - expected).abs().mean() < 0.1 * expected.abs().mean()
+        assert (away[:, thing] - expected).abs().mean() < 0.2 * expected.abs().mean()
 
 
 def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +116,6 @@ def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyt
 def test_random_latents_lie_mostly_near_objects(stencils: Stencils) -> None:
     given, fetched, target = random_cells(stencils, generator(4, "test"))
     assert given.shape == (1536, 24)
-    assert fetched.shape == (1536, 4, 11)
+    assert fetched.shape == (1536, 4, 13)
     crossed = target.flatten(1).std(1) > 0.05
     assert crossed.float().mean() > 0.3
