@@ -46,7 +46,12 @@ STOPS_AT = {
         "orchestrator/__main__.py",
         "web/upstream.py",
     ),
-    "av": ("services/vae/media/*", "services/vae/artifacts/*", "services/dit/preview.py"),
+    "av": (
+        "services/vae/media/*",
+        "services/vae/artifacts/*",
+        "services/dit/preview.py",
+        "tools/train_tiny/measure/media.py",
+    ),
     "PIL": ("services/vae/artifacts/*",),
     "torch": ("services/*", "tools/*"),
     "diffusers": ("services/*", "tools/*"),

@@ -57,7 +57,8 @@ def run_steps(
         first = kept["step"]
     started = saved = reported = time.monotonic()
     for number in range(first, num_steps):
-        shown = step(number)
+        with torch.enable_grad():
+            shown = step(number)
         now = time.monotonic()
         is_last = number + 1 == num_steps
         if is_last or now - reported >= _REPORT_EVERY_S:

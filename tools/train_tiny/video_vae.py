@@ -200,7 +200,8 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
     _train("video VAE, latents", decoder, DRAWING_STEPS, 1.0, drawing_loss, seed, work / "video_vae_latents.pt")
     decoder.proj_in.requires_grad_(True)
     _train("video VAE, windows", decoder, WINDOW_STEPS, 0.4, window_loss, seed, work / "video_vae_windows.pt")
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)  # as small as it may be; loaders widen what they must
     model.save_pretrained(directory)
 
 

@@ -242,6 +242,7 @@ def test_a_stopped_run_ends_with_the_same_bytes(
     assert contents(tmp_path / "again") == contents(tmp_path / "whole")
 
 
+@torch.enable_grad()
 def test_a_random_lesson_moves_both_the_base_and_what_the_rollout_adds() -> None:
     model = TinyDit(0)
     for kind, moves_adapter in (("causal", True), ("dense", False)):
