@@ -49,7 +49,7 @@ from tools.train_tiny.training import (
     run_steps,
     set_learning_rate,
 )
-from tools.train_tiny.video_latents import COLUMNS, ROWS
+from tools.train_tiny.video_latents import COLUMNS, PRECISE, ROWS
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -66,7 +66,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 500, 2600
+NUM_TEXT_STEPS, NUM_STEPS = 500, 1000
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
@@ -557,7 +557,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[13:17, 0] = _PRECISE
+    weights[PRECISE, 0] = _PRECISE
     return weights.flatten()
 
 

@@ -42,6 +42,8 @@ _UNIT = 24.0
 """Pixels that are 1 in the others."""
 TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
+PRECISE = slice(13, 17)
+"""Channels in which the upper two of them tell places precisely."""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
 _SAMPLES = 4

@@ -34,6 +34,7 @@ from tools.train_tiny.video_latents import (
     BLOCK_FRAMES,
     COLUMNS,
     CORNERS,
+    PRECISE,
     ROWS,
     TOLD,
     block_frames,
@@ -53,7 +54,7 @@ from tools.train_tiny.world import (
     random_scene,
 )
 
-DRAWING_STEPS, WINDOW_STEPS = 6000, 800
+DRAWING_STEPS, WINDOW_STEPS = 2200, 300
 """Steps on single latents and on whole windows."""
 _SCENES, _NEAR_LATENTS = 64, 24
 """Scenes of a drawing step, each at one moment, and latents of each: those nearest to its objects."""
@@ -64,6 +65,10 @@ _WINDOW_LATENTS = 7
 _SHOWN = (*range(3, 20), *range(23, 28))
 """Frames of a window that are shown, of 28 (docs/reference/h3-model.md §4.3)."""
 
+_SEEN_ERROR = 1.0
+"""Of the mean colours, which are there for stills: a decoder that relied on them would show all that the DiT blurs."""
+_PRECISE_ERROR = 1.0
+"""Of the places that are told precisely: the DiT learns them last, and until then they lead astray."""
 _FOLLOWS = [i for i in range(len(_SHOWN) - 1) if _SHOWN[i + 1] == _SHOWN[i] + 1]
 """Shown frames that the next one follows."""
 _CHANGE = 4.0
@@ -168,7 +173,12 @@ def noisy(clean: Tensor, random: torch.Generator) -> Tensor:
     size = 0.08 * torch.rand(shape[0], 1, 1, 1, 1, generator=random)
     single = torch.randn(shape, generator=random)
     whole = torch.randn(*shape[:3], 1, 1, generator=random)
-    return clean + size * (single + 0.2 * whole)
+    out = clean + size * (single + 0.2 * whole)
+    out[:, :3] += _SEEN_ERROR * torch.randn(shape[0], 3, *shape[2:], generator=random)
+    out[:, PRECISE, :, 0::2] += _PRECISE_ERROR * torch.randn(
+        shape[0], 4, *shape[2:3], ROWS // 2, COLUMNS, generator=random
+    )
+    return out
 
 
 def train_video_vae(directory: Path, work: Path, seed: int) -> None:
@@ -254,6 +264,8 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 13]
     size = 0.08 * torch.rand(_SCENES, 1, 1, generator=random)
     told = told + 0.3 * size * torch.randn(told.shape, generator=random)
+    precise = slice(PRECISE.start - TOLD.start, PRECISE.stop - TOLD.start)
+    told[:, :2, precise] += _PRECISE_ERROR * torch.randn(_SCENES, 2, 4, generator=random)
     # The nearest latents, and some of the others: the farther the less often.
     x, y = latent_centres()
     at = positions(scenes, frames.flatten(1)).mean(2)  # [B, 2, 2]
@@ -263,6 +275,7 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     chosen = torch.multinomial(chance.float(), _NEAR_LATENTS, generator=random)  # [B, n]
     cells = given.flatten(2).transpose(1, 2).gather(1, chosen[..., None].expand(-1, -1, VIDEO_LATENT_CHANNELS))
     cells = cells + size * torch.randn(cells.shape, generator=random)
+    cells[..., :3] += _SEEN_ERROR * torch.randn(*cells.shape[:2], 3, generator=random)
     target = stencils.paint_cells(scenes, frames[:, 0], x[chosen % COLUMNS], y[chosen // COLUMNS])
     return cells.flatten(0, 1), told[:, None].expand(-1, _NEAR_LATENTS, -1, -1).flatten(0, 1), target.flatten(0, 1)
 
