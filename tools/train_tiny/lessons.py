@@ -41,26 +41,24 @@ class Lessons:
 
     def texts(self, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, E, 128]` of random prompts of one length, and their scenes' `attributes` `[N, 12]`."""
-        group = self._group(random)
-        chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
-        targets = [attributes(self._scenes[group][i]) for i in chosen.tolist()]
-        return self._states[group][chosen].float(), torch.tensor(targets)
+        scenes, states = self._chosen(count, random)
+        return states, torch.tensor([attributes(scene) for scene in scenes])
 
     def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
         """Random clips of a lesson."""
-        group = self._group(random)
-        count = lesson.num_clips
-        chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
-        named = [self._scenes[group][i] for i in chosen.tolist()]
-        scenes = batch(named, torch.rand(count, NUM_OBJECTS, 2, generator=random))
+        named, states = self._chosen(lesson.num_clips, random)
+        scenes = batch(named, torch.rand(lesson.num_clips, NUM_OBJECTS, 2, generator=random))
         return Clips(
-            text=self._states[group][chosen].float(),
+            text=states,
             video=clip_latents(scenes, lesson.num_frames),
             audio=audio_latents(scenes, lesson.num_frames),
         )
 
-    def _group(self, random: torch.Generator) -> int:
-        return int(torch.multinomial(self._sizes, 1, generator=random))
+    def _chosen(self, count: int, random: torch.Generator) -> tuple[list[Scene], Tensor]:
+        """Scenes whose prompts have one length, and the hidden states `[N, E, 128]` of those."""
+        group = int(torch.multinomial(self._sizes, 1, generator=random))
+        chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
+        return [self._scenes[group][i] for i in chosen.tolist()], self._states[group][chosen].float()
 
 
 @torch.no_grad()

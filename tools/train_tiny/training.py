@@ -19,6 +19,7 @@ from torch import Tensor, nn
 CHECKPOINT_EVERY_S = 60.0
 """Least time between two checkpoints of a stage, seconds."""
 _REPORT_EVERY_S = 10.0
+_MUON_RATE = 0.02
 
 
 class Stateful(Protocol):
@@ -90,6 +91,34 @@ def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimiser of everything else."""
     return torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.0)
+
+
+Optimisers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+"""That of the matrices between hidden rows, and that of everything else."""
+
+
+def optimisers(module: nn.Module, blocks: tuple[str, ...]) -> Optimisers:
+    """Of a module's parameters that are trained.
+
+    blocks: beginnings of the names within which matrices lie between hidden rows, but for those of AdaLN.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith(blocks) and "adaln" not in name]
+    taken = {id(p) for p in matrices}
+    return muon(matrices), adam([p for p in trained.values() if id(p) not in taken])
+
+
+def update(loss: Tensor, both: Optimisers, share: float, adam_rate: float) -> None:
+    """One step of both optimisers at a share of their full learning rates.  adam_rate: the second one's."""
+    orthogonal, adamw = both
+    set_learning_rate(orthogonal, _MUON_RATE * share)
+    set_learning_rate(adamw, adam_rate * share)
+    for optimiser in both:
+        optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(adamw.param_groups[0]["params"], 1.0)
+    for optimiser in both:
+        optimiser.step()
 
 
 class WeightAverage:

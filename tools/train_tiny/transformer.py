@@ -39,16 +39,7 @@ from services.checkpoints.dit_modules import FC1, official_modules
 from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
-from tools.train_tiny.training import (
-    Stateful,
-    WeightAverage,
-    adam,
-    generator,
-    learning_rate,
-    muon,
-    run_steps,
-    set_learning_rate,
-)
+from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
 from tools.train_tiny.video_latents import COLUMNS, PRECISE, ROWS
 from tools.train_tiny.world import HEIGHT, WIDTH
 
@@ -74,6 +65,7 @@ RANK = 10
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
 _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
+_ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training: the rollout's own chunks are not exact either."""
 _PRECISE, _SEEN, _CLICK = 1.5, 0.5, 8.0
@@ -602,7 +594,7 @@ def _teach_text(model: TinyDit, work: Path, seed: int, lessons: Lessons, device:
     """
     heads = Heads(HIDDEN).to(device)
     learner = nn.ModuleDict({"embedder": model.base.context_embedder, "refiner": model.base.token_refiner})
-    orthogonal, adamw = _optimisers(nn.ModuleDict({"learner": learner, "heads": heads}), ("learner.refiner.",))
+    both = optimisers(nn.ModuleDict({"learner": learner, "heads": heads}), ("learner.refiner.",))
 
     def step(number: int) -> dict[str, float]:
         states, targets = (part.to(device) for part in lessons.texts(_TEXTS, generator(seed, "text rows", number)))
@@ -610,16 +602,16 @@ def _teach_text(model: TinyDit, work: Path, seed: int, lessons: Lessons, device:
         each = heads(rows.flatten(0, 1))
         asked = targets.repeat_interleave(states.shape[1], 0)
         loss = cross_entropy(each, asked)
-        _update(loss, (orthogonal, adamw), learning_rate(number, num_steps))
+        update(loss, both, learning_rate(number, num_steps), _ADAM_RATE)
         return {"loss": loss.item(), "all right": is_right(each, asked).all(1).float().mean().item()}
 
-    state: dict[str, Stateful] = {"learner": learner, "heads": heads, "muon": orthogonal, "adam": adamw}
+    state: dict[str, Stateful] = {"learner": learner, "heads": heads, "muon": both[0], "adam": both[1]}
     run_steps("DiT, text rows", num_steps, step, state, work / "text_rows.pt")
 
 
 def _teach_clips(model: TinyDit, work: Path, seed: int, lessons: Lessons, device: torch.device, num_steps: int) -> None:
     """Trains everything on clips; the model ends as the average over the last steps."""
-    orthogonal, adamw = _optimisers(model, ("base.transformer_blocks.", "base.token_refiner."))
+    both = optimisers(model, ("base.transformer_blocks.", "base.token_refiner."))
     average = WeightAverage(model, 0.99)
 
     def step(number: int) -> dict[str, float]:
@@ -628,37 +620,14 @@ def _teach_clips(model: TinyDit, work: Path, seed: int, lessons: Lessons, device
         clips = lessons(what, random).to(device)
         video, audio = loss_of(model, clips, what, random)
         loss = 0.5 * audio if what.kind == "sound" else video + 0.5 * audio
-        _update(loss, (orthogonal, adamw), learning_rate(number, num_steps))
+        update(loss, both, learning_rate(number, num_steps), _ADAM_RATE)
         average.update()
         shown = f"{what.kind} {what.num_frames} {what.num_chunks if what.kind == 'causal' else ''}"
         return {f"{shown} video": video.item(), "audio": audio.item()}
 
-    state: dict[str, Stateful] = {"model": model, "muon": orthogonal, "adam": adamw, "average": average}
+    state: dict[str, Stateful] = {"model": model, "muon": both[0], "adam": both[1], "average": average}
     run_steps("DiT", num_steps, step, state, work / "transformer.pt")
     average.apply()
-
-
-Optimisers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
-
-
-def _optimisers(module: nn.Module, blocks: tuple[str, ...]) -> Optimisers:
-    """That of the matrices within blocks, by the beginning of their names, and that of everything else."""
-    matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and n.startswith(blocks) and "adaln" not in n]
-    taken = {id(p) for p in matrices}
-    return muon(matrices), adam([p for p in module.parameters() if id(p) not in taken])
-
-
-def _update(loss: Tensor, optimisers: Optimisers, rate: float) -> None:
-    """One step of both optimisers at a share of their full learning rates."""
-    orthogonal, adamw = optimisers
-    set_learning_rate(orthogonal, 0.02 * rate)
-    set_learning_rate(adamw, 2e-3 * rate)
-    for optimiser in optimisers:
-        optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(adamw.param_groups[0]["params"], 1.0)
-    for optimiser in optimisers:
-        optimiser.step()
 
 
 @torch.no_grad()

@@ -18,17 +18,9 @@ from diffusers import AutoencoderKLMiniMaxH3
 from torch import Tensor, nn
 
 from core.geometry import FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, VIDEO_LATENT_CHANNELS
+from services.vae.video_stream import PIXEL_MEAN, PIXEL_STD, WINDOW_LATENTS
 from tools.train_tiny.picture import backdrops, coverage, pixel_centres
-from tools.train_tiny.training import (
-    Stateful,
-    WeightAverage,
-    adam,
-    generator,
-    learning_rate,
-    muon,
-    run_steps,
-    set_learning_rate,
-)
+from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
 from tools.train_tiny.video_latents import (
     AMPLITUDE,
     BLOCK_FRAMES,
@@ -60,8 +52,6 @@ _SCENES, _NEAR_LATENTS = 64, 24
 """Scenes of a drawing step, each at one moment, and latents of each: those nearest to its objects."""
 _WINDOWS = 6
 """Windows of a step."""
-_WINDOW_LATENTS = 7
-"""Latents that the decoder sees at a time: a chunk's and two of the next one's."""
 _SHOWN = (*range(3, 20), *range(23, 28))
 """Frames of a window that are shown, of 28 (docs/reference/h3-model.md §4.3)."""
 
@@ -85,8 +75,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §4)."""
 
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
+_ADAM_RATE = 1.5e-3
 _PATCH_PIXELS = BLOCK_FRAMES * 16 * 16
 _SUBPIXELS = 8
 """Places within a pixel that outlines are drawn at while training."""
@@ -159,12 +148,16 @@ class Stencils:
         return picture
 
 
+def _random_batch(count: int, random: torch.Generator) -> Scenes:
+    scenes = [random_scene(random) for _ in range(count)]
+    return batch(scenes, torch.rand(count, NUM_OBJECTS, 2, generator=random))
+
+
 def random_windows(count: int, random: torch.Generator) -> tuple[Scenes, Tensor]:
     """Scenes and the frames `[B, 7, 4]` of one decoding window of each, anywhere in the longest clip."""
-    scenes = [random_scene(random) for _ in range(count)]
-    chosen = batch(scenes, torch.rand(count, NUM_OBJECTS, 2, generator=random))
+    chosen = _random_batch(count, random)
     chunk = torch.randint(MAX_FRAMES // FRAMES_PER_CHUNK, (count, 1, 1), generator=random)
-    return chosen, block_frames(_WINDOW_LATENTS) + FRAMES_PER_CHUNK * chunk
+    return chosen, block_frames(WINDOW_LATENTS) + FRAMES_PER_CHUNK * chunk
 
 
 def noisy(clean: Tensor, random: torch.Generator) -> Tensor:
@@ -186,7 +179,7 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
     model = initial_model(seed)
     decoder: Any = model.decoder
     stencils = Stencils()
-    mean, std = torch.tensor(_IMAGENET_MEAN), torch.tensor(_IMAGENET_STD)
+    mean, std = torch.tensor(PIXEL_MEAN), torch.tensor(PIXEL_STD)
 
     def drawing_loss(random: torch.Generator) -> Tensor:
         given, fetched, target = random_cells(stencils, random)
@@ -224,29 +217,17 @@ def _train(
     seed: int,
     checkpoint: Path,
 ) -> None:
-    trained = {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
-    matrices = [p for name, p in trained.items() if p.ndim == 2 and name.startswith("transformer_blocks")]
-    taken = {id(p) for p in matrices}
-    others = [p for p in trained.values() if id(p) not in taken]
-    orthogonal, adamw = muon(matrices), adam(others)
+    both = optimisers(decoder, ("transformer_blocks",))
     average = WeightAverage(decoder)
 
     def step(number: int) -> dict[str, float]:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(generator(seed, name, number))
-        rate = full_rate * learning_rate(number, num_steps)
-        set_learning_rate(orthogonal, 0.02 * rate)
-        set_learning_rate(adamw, 1.5e-3 * rate)
-        for optimiser in (orthogonal, adamw):
-            optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(others, 1.0)
-        for optimiser in (orthogonal, adamw):
-            optimiser.step()
+        update(loss, both, full_rate * learning_rate(number, num_steps), _ADAM_RATE)
         average.update()
         return {"loss": loss.item()}
 
-    state: dict[str, Stateful] = {"decoder": decoder, "muon": orthogonal, "adam": adamw, "average": average}
+    state: dict[str, Stateful] = {"decoder": decoder, "muon": both[0], "adam": both[1], "average": average}
     run_steps(name, num_steps, step, state, checkpoint)
     average.apply()
 
@@ -255,9 +236,7 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     """Single latents near objects with errors: `[N, 24]`, what the heads should fetch for each `[N, 4, 13]`,
     and the pixels `[N, 3, 1024]` in [0, 1].
     """
-    scenes = batch(
-        [random_scene(random) for _ in range(_SCENES)], torch.rand(_SCENES, NUM_OBJECTS, 2, generator=random)
-    )
+    scenes = _random_batch(_SCENES, random)
     moment = torch.randint(len(_MOMENTS), (_SCENES,), generator=random)
     frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
     given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ NUM_PROMPTS, NUM_STEPS = 200, 4
 
 def train(directory: Path, work: Path) -> None:
     train_text_encoder(directory, work, 0, num_prompts=NUM_PROMPTS, num_steps=NUM_STEPS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,6 @@ from tools.train_tiny.picture import render
 from tools.train_tiny.training import generator
 from tools.train_tiny.video_latents import CORNERS, TOLD, latent_centres, latents
 from tools.train_tiny.video_vae import Stencils, draw, initial_model, random_cells, random_windows, train_video_vae
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
