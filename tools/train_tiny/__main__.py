@@ -12,11 +12,9 @@ import argparse
 import multiprocessing
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-_FINISHED = "finished-"
-"""Beginning of the name of an empty file that says that a part lies complete in the scratch model."""
+from tools.train_tiny.parts import autoencoders, text_and_dit
 
 
 def main() -> None:
@@ -35,7 +33,7 @@ def main() -> None:
     model.mkdir(parents=True, exist_ok=True)
     lanes = [
         multiprocessing.get_context("spawn").Process(target=lane, args=(model, work, arguments.seed, *more))
-        for lane, more in ((_text_and_dit, (arguments.device,)), (_autoencoders, ()))
+        for lane, more in ((text_and_dit, (arguments.device,)), (autoencoders, ()))
     ]
     for process in lanes:
         process.start()
@@ -58,37 +56,6 @@ def main() -> None:
     write_card(directory, arguments.seed, {})
     total = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     print(f"{directory}: {total / 1e6:.1f} MB", file=sys.stderr)
-
-
-def _text_and_dit(model: Path, work: Path, seed: int, device: str) -> None:
-    import torch
-
-    from tools.train_tiny.lessons import Lessons
-    from tools.train_tiny.text_encoder import train_text_encoder
-    from tools.train_tiny.transformer import train_transformer
-
-    torch.set_num_threads(1)  # the other core has its own work, and sums keep their order
-    _once(work, "text-encoder", lambda: train_text_encoder(model, work, seed))
-    _once(work, "transformer", lambda: train_transformer(model, work, seed, Lessons(model, seed), torch.device(device)))
-
-
-def _autoencoders(model: Path, work: Path, seed: int) -> None:
-    import torch
-
-    from tools.train_tiny.audio_vae import write_audio_vae
-    from tools.train_tiny.video_vae import train_video_vae
-
-    torch.set_num_threads(1)
-    _once(work, "audio-vae", lambda: write_audio_vae(model / "audio_vae"))
-    _once(work, "video-vae", lambda: train_video_vae(model / "vae", work, seed))
-
-
-def _once(work: Path, name: str, make: Callable[[], None]) -> None:
-    """Makes a part unless an earlier run has."""
-    mark = work / f"{_FINISHED}{name}"
-    if not mark.exists():
-        make()
-        mark.touch()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tools.train_tiny.world import BACKDROPS, HEIGHT, HORIZON, RADII, RGB, SHAPES, WIDTH, Scenes, positions
 
-EDGE = 3.5
+EDGE = 4.0
 """Width of an object's edge, pixels: what the video decoder can still draw where an edge crosses a latent."""
 _SQUARE, _TRIANGLE, _STAR_OUTER, _STAR_INNER = 0.88, 1.25, 1.3, 0.58
 """Half a side, and distances of the corners, in radii: shapes of one size cover about the same area."""

@@ -40,7 +40,7 @@ from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
-from tools.train_tiny.video_latents import COLUMNS, PRECISE, ROWS
+from tools.train_tiny.video_latents import AGAIN, COLUMNS, MOVED, ROWS, TIME
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -57,7 +57,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 500, 1000
+NUM_TEXT_STEPS, NUM_STEPS = 300, 3400
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
@@ -67,10 +67,12 @@ _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
-"""Largest error of finished chunks while training: the rollout's own chunks are not exact either."""
-_PRECISE, _SEEN, _CLICK = 1.5, 0.5, 8.0
-"""Weights in the loss of a video row's precise places, of its mean colours, which only stills show, and of an audio
-row's clicks, which are rare.
+"""Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
+not exact either.
+"""
+_PLACE, _TIME, _SEEN, _CLICK = 5.0, 3.0, 0.5, 8.0
+"""Weights in the loss of where and when things are, whose errors are seen as soon as they are a fiftieth of their
+range; of a video row's mean colours, which only stills show; of an audio row's clicks, which are rare.
 """
 
 
@@ -207,12 +209,12 @@ def lesson(random: torch.Generator, progress: float) -> Lesson:
         return values[int(torch.randint(len(values), (), generator=random))]
 
     kind = among(range(20))
-    if progress < 0.35:
+    if progress < 0.25:
         return _beginning(1) if kind < 14 else Lesson("dense", 22)
-    num_frames = among((22, 22, 39, 73)) if progress < 0.7 else among(_LENGTHS)
+    num_frames = among((22, 22, 39, 73)) if progress < 0.55 else among(_LENGTHS)
     if kind >= 13:
         return Lesson("dense" if kind < 18 else "sound", num_frames)
-    first = among((1, 1, 2, 2, 3, 4) if progress < 0.7 else (1, 2, 2, 3, 100, 100, 100))
+    first = among((1, 1, 2, 2, 3, 4) if progress < 0.55 else (1, 2, 2, 3, 100, 100, 100))
     if first < 100:
         return _beginning(first)
     if among(range(10)) < 7:
@@ -267,7 +269,7 @@ def causal_segments(
             segments.append(
                 Segment(
                     audio + error * _noise_like(audio, random),
-                    video + error * _noise_like(video, random),
+                    video + error * (_noise_like(video, random) + _noise_of_latents(video, random)),
                     torch.full((batch, 2), context_timestep()),
                     positions,
                     context,
@@ -307,6 +309,14 @@ def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
     """Normal noise, drawn on the host: the same on every device."""
     return torch.randn(rows.shape, generator=random).to(rows.device)
+
+
+def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:
+    """Normal noise that is the same in all rows of a latent, `[B, v, 96]`."""
+    num_rows = ROWS * COLUMNS // 4
+    batch, length, features = video.shape
+    each = torch.randn(batch, length // num_rows, features, generator=random)
+    return each.repeat_interleave(num_rows, 1).to(video.device)
 
 
 def _sigmas(count: int, random: torch.Generator, *, share_on_grid: float) -> Tensor:
@@ -549,7 +559,8 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[PRECISE, 0] = _PRECISE
+    weights[5:7] = weights[TIME] = _TIME
+    weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
     return weights.flatten()
 
 
@@ -619,7 +630,7 @@ def _teach_clips(model: TinyDit, work: Path, seed: int, lessons: Lessons, device
         what = lesson(random, number / num_steps)
         clips = lessons(what, random).to(device)
         video, audio = loss_of(model, clips, what, random)
-        loss = 0.5 * audio if what.kind == "sound" else video + 0.5 * audio
+        loss = audio if what.kind == "sound" else video + audio
         update(loss, both, learning_rate(number, num_steps), _ADAM_RATE)
         average.update()
         shown = f"{what.kind} {what.num_frames} {what.num_chunks if what.kind == 'causal' else ''}"

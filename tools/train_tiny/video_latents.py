@@ -6,13 +6,16 @@ out, and no row has to know where it is.
 
     channels 0-2         mean colour of the pixels that the latent stands for: what a linear preview shows
     3-4                  which of the four it is
-    5-10                 where its middle is: x and y, then cosine and sine of x and of y, which repeat and are precise
-    11-23, upper left    first object: where it is, in the same form (6), its way in x and in y within the latent's four
-                         frames, the bend of the latter, shape (2), size
+    5-6                  where its middle is: x and y
+    7-10                 the time: since the clip began, in turns of the world's cycles (2), within the chunk
+    11-23, upper left    first object: where it is, its phase if it goes in cycles (2), where it began, its way in x and
+                         in y within the latent's four frames, the bend of the latter, shape (2), size
            upper right   second object: the same
-           lower left    colour of both objects, and where they are once more: x and y
+           lower left    colour of both objects, and where they are once more
            lower right   background: colour of the sky's middle, colour at the lower edge; the objects' ways once more
 
+The time and where an object began are the same for many latents; with them its place is a simple function, which the
+DiT finds much sooner than how places follow from each other.
 Values are of the order of 1, so the model's latent statistics are mean 0 and deviation 1.
 """
 
@@ -29,21 +32,33 @@ from core.geometry import (
     num_video_latents,
 )
 from tools.train_tiny.picture import backdrops, coverage
-from tools.train_tiny.world import HEIGHT, RADII, RGB, SHAPES, WIDTH, Scenes, positions
+from tools.train_tiny.world import (
+    BOUNCE_FRAMES,
+    HEIGHT,
+    MAX_FRAMES,
+    MOTIONS,
+    ORBIT_FRAMES,
+    RADII,
+    RGB,
+    SHAPES,
+    WIDTH,
+    Scenes,
+    positions,
+)
 
 ROWS, COLUMNS = HEIGHT // SPATIAL_COMPRESSION, WIDTH // SPATIAL_COMPRESSION
 BLOCK_FRAMES = 4
 """Frames that one latent decodes to. Of a chunk's first latent only the last one is shown."""
-PERIOD = 64.0
-"""Pixels after which the precise channels repeat."""
-AMPLITUDE = 1.2
-"""Of the precise channels."""
 _UNIT = 24.0
-"""Pixels that are 1 in the others."""
+"""Pixels that are 1."""
+_AMPLITUDE = 1.2
+"""Of cosines and sines."""
 TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
-PRECISE = slice(13, 17)
-"""Channels in which the upper two of them tell places precisely."""
+TIME, MOVED, AGAIN = slice(7, 11), slice(11, 20), slice(17, 21)
+"""Channels that tell the time; those in which the upper two latents tell where an object is and goes; those in which
+the lower two do.
+"""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
 _SAMPLES = 4
@@ -78,29 +93,52 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     out[..., :3] = 2.0 * (_mean_colours(scenes, middle) - 0.4)
     out[..., 3] = 2.0 * (torch.arange(ROWS) % 2)[:, None] - 1.0
     out[..., 4] = 2.0 * (torch.arange(COLUMNS) % 2) - 1.0
-    out[..., 5:11] = _places(torch.stack(torch.broadcast_tensors(x, y[:, None]), -1))
+    out[..., 5:7] = torch.stack(torch.broadcast_tensors(x, y[:, None]), -1) / _UNIT
+    out[..., TIME] = _time(frames.double())[..., :, None, None, :]
     there = scenes.present[:, :, None, None]
     shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
     size = torch.where(scenes.present, scenes.size - 0.5, -1.5)[..., None]  # an absent object has one of its own
     fixed = torch.cat((shape * scenes.present[..., None], size), -1)[:, :, None].expand(-1, -1, middle.shape[2], -1)
-    things = torch.cat((torch.cat((_places(middle), moved, bend[..., None]), -1) * there, fixed), -1)  # [B, 2, T, 12]
+    began = positions(scenes, torch.zeros(1))  # [B, 2, 1, 2]
+    places = (middle / _UNIT, phases(scenes, frames.double().mean(-1)), began.expand_as(middle) / _UNIT)
+    things = torch.cat((torch.cat((*places, moved, bend[..., None]), -1) * there, fixed), -1)  # [B, 2, T, 12]
     colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5) * scenes.present[..., None]
     pictures = backdrops()
     backdrop = torch.cat((pictures[:, HEIGHT // 3], pictures[:, -1]), -1)[scenes.background]  # [B, 6]
     out[:, :, 0::2, 0::2, 11:23] = things[:, 0, :, None, None]
     out[:, :, 0::2, 1::2, 11:23] = things[:, 1, :, None, None]
     out[:, :, 1::2, 0::2, 11:17] = colour.flatten(1)[:, None, None, None]
-    out[:, :, 1::2, 0::2, 17:21] = things[..., :2].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
+    out[:, :, 1::2, 0::2, AGAIN] = things[..., :2].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
     out[:, :, 1::2, 1::2, 11:17] = 4.0 * (backdrop.double() - 0.3)[:, None, None, None]
-    out[:, :, 1::2, 1::2, 17:21] = things[..., 6:8].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
+    out[:, :, 1::2, 1::2, AGAIN] = things[..., 6:8].permute(0, 2, 1, 3).flatten(2)[:, :, None, None]
     return out.permute(0, 4, 1, 2, 3).float().contiguous()
 
 
-def _places(points: Tensor) -> Tensor:
-    """Points `[..., 2]` (x, y) as `[..., 6]`: x and y, cosine and sine of x, cosine and sine of y."""
-    angles = 2 * torch.pi * points / PERIOD
-    turns = AMPLITUDE * torch.stack((angles.cos(), angles.sin()), -1)  # [..., 2, 2]
-    return torch.cat((points / _UNIT, turns.flatten(-2)), -1)
+def _time(frames: Tensor) -> Tensor:
+    """What tells the time of latents, `[..., 4]`.  frames: `[..., 4]` instants."""
+    middle, last = frames.mean(-1), frames[..., -1]
+    turns = 2 * torch.pi * middle / ORBIT_FRAMES
+    half = FRAMES_PER_CHUNK // 2
+    told = (
+        (middle - MAX_FRAMES / 2) / (0.3 * MAX_FRAMES),
+        _AMPLITUDE * turns.cos(),
+        _AMPLITUDE * turns.sin(),
+        (torch.remainder(last, FRAMES_PER_CHUNK) - half) / (0.7 * half),
+    )
+    return torch.stack(told, -1)
+
+
+def phases(scenes: Scenes, frames: Tensor) -> Tensor:
+    """Cosine and sine of how far every object that bounces or orbits is in its cycle, `[B, 2, T, 2]`; 0 for others.
+
+    frames: `[T]` or `[B, T]` instants.
+    """
+    t = frames[None, None] if frames.ndim == 1 else frames[:, None]
+    motion = scenes.motion[:, :, None]
+    period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
+    turns = 2 * torch.pi * (t / period + scenes.free[:, :, 0, None] - 0.5)
+    goes = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
+    return _AMPLITUDE * torch.stack((turns.cos(), turns.sin()), -1) * goes[..., None]
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ RGB = (
     (0.97, 0.97, 0.97),
 )
 """Of each colour."""
-RADII = (10.0, 15.0, 21.0)
+RADII = (12.0, 17.0, 23.0)
 """Of each size, pixels."""
 HORIZON = 16.0
 """Where the ground begins in a background that has one."""

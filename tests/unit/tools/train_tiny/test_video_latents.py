@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from core.geometry import num_video_latents
 from tools.train_tiny.picture import render
-from tools.train_tiny.video_latents import PERIOD, block_frames, clip_latents, latent_centres
-from tools.train_tiny.world import COLOURS, RGB, Scene, Scenes, Thing, batch, positions, random_scene
+from tools.train_tiny.video_latents import block_frames, clip_latents, latent_centres
+from tools.train_tiny.world import COLOURS, MOTIONS, RGB, Scene, Scenes, Thing, batch, positions, random_scene
 
 
 def random_batch(count: int) -> Scenes:
@@ -19,32 +18,49 @@ def test_the_blocks_of_frames_end_where_the_published_codec_ends_them() -> None:
     assert last.tolist() == [0, 4, 8, 12, 16, 17, 21, 25, 29, 33, 34, 38]
 
 
-def told(channels: Tensor) -> Tensor:
-    """Places `[..., 2]` that six channels tell precisely, checked against what they tell linearly."""
-    points = 24.0 * channels[..., :2]
-    turns = channels[..., 2:6].unflatten(-1, (2, 2))
-    precise = torch.atan2(turns[..., 1], turns[..., 0]) / (2 * torch.pi) * PERIOD
-    off = precise - points
-    assert (torch.remainder(off + PERIOD / 2, PERIOD) - PERIOD / 2).abs().max() < 1e-3
-    return points
-
-
 def test_every_row_tells_where_the_objects_are_and_every_latent_where_it_is() -> None:
     scenes = random_batch(12)
     latents = clip_latents(scenes, 73).double().permute(0, 2, 3, 4, 1)  # [B, T, 6, 10, 24]
     frames = block_frames(latents.shape[1])
     at = positions(scenes, frames.flatten()).unflatten(2, (-1, 4)).mean(3)
+    began = positions(scenes, torch.zeros(1))
     for i in range(2):
         there = scenes.present[:, i]
-        points = told(latents[there, :, 0::2, i::2, 11:17])
-        assert (points - at[there, i, :, None, None]).abs().max() < 1e-4
-        again = 24.0 * latents[there, :, 1::2, 0::2, 17 + 2 * i : 19 + 2 * i]
-        assert torch.equal(again, points[..., :2])
-        assert not latents[~there, :, 0::2, i::2, 11:17].any()
+        upper, lower = latents[there, :, 0::2, i::2], latents[there, :, 1::2, 0::2]
+        assert (24.0 * upper[..., 11:13] - at[there, i, :, None, None]).abs().max() < 1e-4
+        assert (24.0 * upper[..., 15:17] - began[there, i, :, None, None]).abs().max() < 1e-4
+        assert torch.equal(lower[..., 17 + 2 * i : 19 + 2 * i], upper[..., 11:13])
+        assert not latents[~there, :, 0::2, i::2, 11:20].any()
     x, y = latent_centres()
-    own = told(latents[0, 0, ..., 5:11])
-    assert torch.allclose(own[..., 0], x.expand(6, -1), atol=1e-4)
-    assert torch.allclose(own[..., 1], y[:, None].expand(-1, 10), atol=1e-4)
+    assert torch.allclose(24.0 * latents[..., 5], x, atol=1e-4)
+    assert torch.allclose(24.0 * latents[..., 6], y[:, None], atol=1e-4)
+
+
+def test_every_latent_tells_the_time() -> None:
+    told = clip_latents(random_batch(2), 73)[:, 7:11].double().permute(0, 2, 3, 4, 1)  # [B, T, 6, 10, 4]
+    middle = block_frames(told.shape[1]).mean(1)[:, None, None]
+    assert torch.allclose(57.6 * told[..., 0] + 96.0, middle, atol=1e-4)
+    turned = torch.atan2(told[..., 2], told[..., 1]) / (2 * torch.pi) * 68.0
+    assert (torch.remainder(turned - middle + 34.0, 68.0) - 34.0).abs().max() < 1e-3
+    within = (5.6 * told[0, :, 0, 0, 3] + 8.0).round().int().tolist()
+    assert within[:11] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
+
+
+def test_what_goes_in_cycles_tells_how_far_it_is() -> None:
+    free = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(5))
+    motions = [Thing(0, 0, 0, MOTIONS.index(name)) for name in ("bounce", "orbit", "right")]
+    latents = clip_latents(batch([Scene((thing,), 0, 0, 0) for thing in motions], free), 39)
+    hop, orbit, mover = latents[:, 13:15, :, 0, 0].double() / 1.2
+    assert torch.allclose(hop.norm(dim=0), torch.ones(12, dtype=torch.float64))
+    # It touches the ground at the beginning of each cycle: half a turn is the top.
+    height = 36.0 * ((1 - hop[0]) / 2).sqrt()
+    at = 43.0 - 12.0 - height
+    seen = 24.0 * latents[0, 12, :, 0, 0].double()
+    assert (at - seen).abs().max() < 3.0  # a latent tells the mean over its frames, and a touch is a corner
+    assert (at - seen).abs().median() < 0.5
+    centre = 24.0 * latents[1, 11:13, :, 0, 0].double() - 22.0 * orbit
+    assert (centre - centre.mean(1, keepdim=True)).abs().max() < 1.0
+    assert not mover.any()
 
 
 def test_a_still_preview_can_be_read_off_three_channels() -> None:

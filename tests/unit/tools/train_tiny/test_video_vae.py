@@ -68,20 +68,6 @@ def test_a_latent_is_drawn_alone_as_in_its_window(model: Any) -> None:
     assert (alone - window).square().mean() < 0.1 * window.var()
 
 
-@torch.no_grad()
-def test_the_first_feed_forward_tells_how_far_the_objects_are(model: Any, stencils: Stencils) -> None:
-    given, fetched, _ = random_cells(stencils, generator(5, "test"))
-    block = model.decoder.transformer_blocks[0]
-    rows = model.decoder.proj_in(given)
-    rows = torch.cat((rows[:, :24], rows[:, 24:76] + fetched.flatten(1), rows[:, 76:]), 1)
-    away = block.ff(block.norm2(rows))[:, 77:85].unflatten(-1, (2, 2, 2))
-    own = torch.view_as_complex(given[:, 7:11].unflatten(-1, (2, 2)).contiguous())
-    for thing in range(2):
-        place = torch.view_as_complex(fetched[:, thing, 2:6].unflatten(-1, (2, 2)).contiguous())
-        expected = torch.view_as_real(place * own.conj() / 1.2)
-        assert (away[:, thing] - expected).abs().mean() < 0.2 * expected.abs().mean()
-
-
 def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("DRAWING_STEPS", 3), ("WINDOW_STEPS", 2), ("_SCENES", 4), ("_WINDOWS", 1)):
         monkeypatch.setattr(video_vae, name, value)
