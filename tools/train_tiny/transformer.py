@@ -57,7 +57,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 300, 3400
+NUM_TEXT_STEPS, NUM_STEPS = 300, 3200
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
@@ -65,6 +65,8 @@ RANK = 10
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
 _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
+DECIDING = slice(12, 18)
+"""Features of a video row whose noise decides: their clean values are the same in every clip."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
@@ -150,10 +152,12 @@ class Clips:
     """`[B, 24, T, 6, 10]` clean latents."""
     audio: Tensor
     """`[B, 32, 2, A]` clean latents."""
+    beginnings: Tensor
+    """`[B, 6]` normal numbers from which the free numbers of the scenes follow, see `lessons.beginnings`."""
 
     def to(self, device: torch.device) -> Clips:
         """The same on a device."""
-        return Clips(self.text.to(device), self.video.to(device), self.audio.to(device))
+        return Clips(*(part.to(device) for part in (self.text, self.video, self.audio, self.beginnings)))
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,8 @@ def causal_segments(
         x0_video, x0_audio = (rows.repeat(what.copies, 1, 1) for rows in (video, audio))
         sigmas = _sigmas(what.copies * batch, random, share_on_grid=0.6)
         eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
+        if chunk.index == 0:
+            decide(eps_video, clips.beginnings.repeat(what.copies, 1))
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
@@ -309,6 +315,18 @@ def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
     """Normal noise, drawn on the host: the same on every device."""
     return torch.randn(rows.shape, generator=random).to(rows.device)
+
+
+def decide(noise: Tensor, beginnings: Tensor) -> None:
+    """Lets the noise of a first chunk's video rows `[N, v, 96]` decide how its clip begins, in place: `beginnings`
+    `[N, 6]` become the means of six features, in units of a mean's deviation.
+
+    Noise and clip keep their distributions; but a clip is no longer one of many that the same noise may lead to, whose
+    mean is all that a few steps would find. That is what distilling a sampler into few steps brings about.
+    """
+    means = beginnings * noise.shape[1] ** -0.5
+    part = noise[..., DECIDING]
+    part += (means - part.mean(1))[:, None]
 
 
 def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:

@@ -137,8 +137,12 @@ def phases(scenes: Scenes, frames: Tensor) -> Tensor:
     motion = scenes.motion[:, :, None]
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
     turns = 2 * torch.pi * (t / period + scenes.free[:, :, 0, None] - 0.5)
-    goes = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
-    return _AMPLITUDE * torch.stack((turns.cos(), turns.sin()), -1) * goes[..., None]
+    return _AMPLITUDE * torch.stack((turns.cos(), turns.sin()), -1) * goes_in_cycles(scenes)[..., None, None]
+
+
+def goes_in_cycles(scenes: Scenes) -> Tensor:
+    """Which objects bounce or orbit, `[B, 2]` bool."""
+    return (scenes.motion == MOTIONS.index("bounce")) | (scenes.motion == MOTIONS.index("orbit"))
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:
