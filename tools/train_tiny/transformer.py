@@ -40,7 +40,7 @@ from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
-from tools.train_tiny.video_latents import AGAIN, COLUMNS, MOVED, ROWS, TIME
+from tools.train_tiny.video_latents import AGAIN, COLUMNS, MOVED, OWN_PLACE, ROWS, TIME
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -57,7 +57,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 300, 3200
+NUM_TEXT_STEPS, NUM_STEPS = 300, 2800
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
@@ -67,6 +67,10 @@ _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
 DECIDING = slice(12, 18)
 """Features of a video row whose noise decides: their clean values are the same in every clip."""
+_READ, _READING_GAIN = slice(200, 206), 4.0
+"""Hidden channels that begin with what a head reads of those, and by how much it multiplies, twice."""
+_STILL_DIMS = 32
+"""Last dimensions of a head, which positions do not turn."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
@@ -140,6 +144,27 @@ def _initialise(base: MiniMaxH3Transformer3DModel, random: torch.Generator) -> N
         block.norm1.weight[-1] = block.norm2.weight[-1] = 0.07  # the constant alone would be most of a row
         gates = block.adaln_proj.linear.bias.view(NUM_TAGS, 6, HIDDEN)
         gates[:, 2] = gates[:, 5] = 1.0
+    _reading_head(base)
+
+
+def _reading_head(base: MiniMaxH3Transformer3DModel) -> None:
+    """Lets a head of the first block read what noise decides: the means of some features over the rows of media, into
+    channels of their own.
+
+    Those rows alone hold the constant that queries and keys are made from, in dimensions that positions do not turn.
+    """
+    attn = base.transformer_blocks[0].attn
+    last = HEAD_DIM * NUM_HEADS
+    still = slice(last - _STILL_DIMS, last)
+    attn.to_q.weight[last - HEAD_DIM :] = 0.0
+    attn.to_k.weight[last - HEAD_DIM :] *= 0.3
+    attn.to_q.weight[still, -1] = attn.to_k.weight[still, -1] = 1.0
+    count = DECIDING.stop - DECIDING.start
+    value = slice(last - HEAD_DIM, last - HEAD_DIM + count)
+    attn.to_v.weight[last - HEAD_DIM :] = 0.0
+    attn.to_v.weight[value, DECIDING] = _READING_GAIN * torch.eye(count)
+    attn.to_out[0].weight[:, last - HEAD_DIM :] = 0.0
+    attn.to_out[0].weight[_READ, value] = _READING_GAIN * torch.eye(count)
 
 
 @dataclass(frozen=True)
@@ -577,7 +602,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[5:7] = weights[TIME] = _TIME
+    weights[OWN_PLACE] = weights[TIME] = _TIME
     weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
     return weights.flatten()
 

@@ -55,10 +55,14 @@ _AMPLITUDE = 1.2
 """Of cosines and sines."""
 TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
-TIME, MOVED, AGAIN = slice(7, 11), slice(11, 20), slice(17, 21)
-"""Channels that tell the time; those in which the upper two latents tell where an object is and goes; those in which
-the lower two do.
+OWN_PLACE, TIME = slice(5, 7), slice(7, 11)
+"""Channels that tell where a latent is, and when."""
+MOVED, AGAIN = slice(11, 20), slice(17, 21)
+"""Channels in which the upper two latents of a row tell where an object is and goes, and those in which the lower two
+do.
 """
+UNSEEN = slice(13, 17)
+"""Of the former, those from which places follow: a picture depends on the places alone."""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
 _SAMPLES = 4
@@ -93,7 +97,7 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     out[..., :3] = 2.0 * (_mean_colours(scenes, middle) - 0.4)
     out[..., 3] = 2.0 * (torch.arange(ROWS) % 2)[:, None] - 1.0
     out[..., 4] = 2.0 * (torch.arange(COLUMNS) % 2) - 1.0
-    out[..., 5:7] = torch.stack(torch.broadcast_tensors(x, y[:, None]), -1) / _UNIT
+    out[..., OWN_PLACE] = torch.stack(torch.broadcast_tensors(x, y[:, None]), -1) / _UNIT
     out[..., TIME] = _time(frames.double())[..., :, None, None, :]
     there = scenes.present[:, :, None, None]
     shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
