@@ -40,7 +40,7 @@ from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
-from tools.train_tiny.video_latents import AGAIN, COLUMNS, MOVED, OWN_PLACE, ROWS, TIME
+from tools.train_tiny.video_latents import AGAIN, COLUMNS, FURTHER, MOVED, OWN_PLACE, ROWS, TIME
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -602,7 +602,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[OWN_PLACE] = weights[TIME] = _TIME
+    weights[OWN_PLACE] = weights[TIME] = weights[FURTHER, 1] = _TIME
     weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
     return weights.flatten()
 

@@ -25,6 +25,7 @@ from tools.train_tiny.video_latents import (
     BLOCK_FRAMES,
     COLUMNS,
     CORNERS,
+    FURTHER,
     OWN_PLACE,
     ROWS,
     TOLD,
@@ -343,19 +344,22 @@ def _looking_at_pictures_alone(decoder: Any) -> None:
     """
     own = set(range(VIDEO_LATENT_CHANNELS)) - set(range(VIDEO_LATENT_CHANNELS)[OWN_PLACE])
     unseen = [i - TOLD.start for i in range(VIDEO_LATENT_CHANNELS)[UNSEEN]]
-    fetched = {_FETCHED + _NUM_TOLD * thing + i for thing in range(NUM_OBJECTS) for i in unseen}
+    times = [i - TOLD.start for i in range(VIDEO_LATENT_CHANNELS)[FURTHER]]
+    fetched = {
+        _FETCHED + _NUM_TOLD * kind + i for kind, what in enumerate((unseen, unseen, times, times)) for i in what
+    }
     for block in decoder.transformer_blocks:
         block.ff.net[0].proj.weight[:, sorted(own | fetched)] = 0.0
     feed = decoder.transformer_blocks[-1].ff
     inner = feed.net[2].in_features
     values, gates = feed.net[0].proj.weight[:inner], feed.net[0].proj.weight[inner:]
     through = _OPEN / (1 + math.exp(-_OPEN))
-    told = slice(0, _CONSTANT)
-    gates[told] = values[told] = 0.0
-    feed.net[0].proj.bias[inner:][told] = _OPEN
-    values[told, told] = torch.eye(_CONSTANT) * _usual_rms(feed.net[2].out_features)
-    feed.net[2].weight[:, told] = 0.0
-    feed.net[2].weight[told, told] = -torch.eye(_CONSTANT) / through
+    away = slice(0, _CONSTANT)
+    gates[away] = values[away] = 0.0
+    feed.net[0].proj.bias[inner:][away] = _OPEN
+    values[away, away] = torch.eye(_CONSTANT) * _usual_rms(feed.net[2].out_features)
+    feed.net[2].weight[:, away] = 0.0
+    feed.net[2].weight[away, away] = -torch.eye(_CONSTANT) / through
     feed.net[2].bias[_CONSTANT] = -_CONSTANT_VALUE
 
 
