@@ -62,14 +62,10 @@ TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
 OWN_PLACE, TIME = slice(5, 7), slice(7, 11)
 """Channels that tell where a latent is, and when."""
-MOVED, AGAIN = slice(11, 20), slice(17, 21)
-"""Channels in which the upper two latents of a row tell where an object is and goes, and those in which the lower two
-do.
+MOVED, AGAIN, FURTHER = slice(11, 20), slice(17, 21), slice(21, 23)
+"""Channels in which the upper two latents of a row tell where an object is and goes, in which the lower two tell that
+again, and in which those tell the time.
 """
-FURTHER = slice(21, 23)
-"""Channels in which the lower two tell the time."""
-UNSEEN = slice(13, 17)
-"""Of the former, those from which places follow: a picture depends on the places alone."""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
 _SAMPLES = 4
@@ -157,13 +153,9 @@ def phases(scenes: Scenes, at: Tensor, frames: Tensor) -> Tensor:
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
     sideways = (motion == MOTIONS.index("right")) | (motion == MOTIONS.index("left"))
     along = torch.where(sideways, at[..., 0] / LAP_X, at[..., 1] / LAP_Y)
-    turns = torch.where(goes_in_cycles(scenes)[..., None], t / period + scenes.free[:, :, 0, None] - 0.5, along)
+    repeats = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
+    turns = torch.where(repeats, t / period + scenes.free[:, :, 0, None] - 0.5, along)
     return _circle(turns) * (motion != MOTIONS.index("still"))[..., None]
-
-
-def goes_in_cycles(scenes: Scenes) -> Tensor:
-    """Which objects bounce or orbit, `[B, 2]` bool."""
-    return (scenes.motion == MOTIONS.index("bounce")) | (scenes.motion == MOTIONS.index("orbit"))
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:
