@@ -40,7 +40,7 @@ from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
-from tools.train_tiny.video_latents import AGAIN, COLUMNS, MOVED, OWN_PLACE, ROWS, TIME
+from tools.train_tiny.video_latents import AGAIN, COLUMNS, FURTHER, MOVED, OWN_PLACE, ROWS, TIME
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -57,26 +57,23 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 300, 2800
+NUM_TEXT_STEPS, NUM_STEPS = 300, 3600
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
 """Of the adapter; equals its alpha, as published."""
-VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
+VIDEO_SHIFT, AUDIO_SHIFT = 2.0, 3.0
+"""Of the noise levels. A chunk has 75 rows of video here, and thousands on the canvases of the published model, whose
+shift is 12: noise of one level leaves less to be seen of few rows, and what a first step decided would be forgotten.
+"""
 _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
-DECIDING = slice(12, 18)
-"""Features of a video row whose noise decides: their clean values are the same in every clip."""
-_READ, _READING_GAIN = slice(200, 206), 4.0
-"""Hidden channels that begin with what a head reads of those, and by how much it multiplies, twice."""
-_STILL_DIMS = 32
-"""Last dimensions of a head, which positions do not turn."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
 not exact either.
 """
-_PLACE, _TIME, _SEEN, _CLICK = 5.0, 3.0, 0.5, 8.0
+_PLACE, _SEEN, _CLICK = 5.0, 0.5, 8.0
 """Weights in the loss of where and when things are, whose errors are seen as soon as they are a fiftieth of their
 range; of a video row's mean colours, which only stills show; of an audio row's clicks, which are rare.
 """
@@ -144,27 +141,6 @@ def _initialise(base: MiniMaxH3Transformer3DModel, random: torch.Generator) -> N
         block.norm1.weight[-1] = block.norm2.weight[-1] = 0.07  # the constant alone would be most of a row
         gates = block.adaln_proj.linear.bias.view(NUM_TAGS, 6, HIDDEN)
         gates[:, 2] = gates[:, 5] = 1.0
-    _reading_head(base)
-
-
-def _reading_head(base: MiniMaxH3Transformer3DModel) -> None:
-    """Lets a head of the first block read what noise decides: the means of some features over the rows of media, into
-    channels of their own.
-
-    Those rows alone hold the constant that queries and keys are made from, in dimensions that positions do not turn.
-    """
-    attn = base.transformer_blocks[0].attn
-    last = HEAD_DIM * NUM_HEADS
-    still = slice(last - _STILL_DIMS, last)
-    attn.to_q.weight[last - HEAD_DIM :] = 0.0
-    attn.to_k.weight[last - HEAD_DIM :] *= 0.3
-    attn.to_q.weight[still, -1] = attn.to_k.weight[still, -1] = 1.0
-    count = DECIDING.stop - DECIDING.start
-    value = slice(last - HEAD_DIM, last - HEAD_DIM + count)
-    attn.to_v.weight[last - HEAD_DIM :] = 0.0
-    attn.to_v.weight[value, DECIDING] = _READING_GAIN * torch.eye(count)
-    attn.to_out[0].weight[:, last - HEAD_DIM :] = 0.0
-    attn.to_out[0].weight[_READ, value] = _READING_GAIN * torch.eye(count)
 
 
 @dataclass(frozen=True)
@@ -177,12 +153,10 @@ class Clips:
     """`[B, 24, T, 6, 10]` clean latents."""
     audio: Tensor
     """`[B, 32, 2, A]` clean latents."""
-    beginnings: Tensor
-    """`[B, 6]` normal numbers from which the free numbers of the scenes follow, see `lessons.beginnings`."""
 
     def to(self, device: torch.device) -> Clips:
         """The same on a device."""
-        return Clips(*(part.to(device) for part in (self.text, self.video, self.audio, self.beginnings)))
+        return Clips(self.text.to(device), self.video.to(device), self.audio.to(device))
 
 
 @dataclass(frozen=True)
@@ -289,8 +263,6 @@ def causal_segments(
         x0_video, x0_audio = (rows.repeat(what.copies, 1, 1) for rows in (video, audio))
         sigmas = _sigmas(what.copies * batch, random, share_on_grid=0.6)
         eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
-        if chunk.index == 0:
-            decide(eps_video, clips.beginnings.repeat(what.copies, 1))
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
@@ -340,18 +312,6 @@ def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
     """Normal noise, drawn on the host: the same on every device."""
     return torch.randn(rows.shape, generator=random).to(rows.device)
-
-
-def decide(noise: Tensor, beginnings: Tensor) -> None:
-    """Lets the noise of a first chunk's video rows `[N, v, 96]` decide how its clip begins, in place: `beginnings`
-    `[N, 6]` become the means of six features, in units of a mean's deviation.
-
-    Noise and clip keep their distributions; but a clip is no longer one of many that the same noise may lead to, whose
-    mean is all that a few steps would find. That is what distilling a sampler into few steps brings about.
-    """
-    means = beginnings * noise.shape[1] ** -0.5
-    part = noise[..., DECIDING]
-    part += (means - part.mean(1))[:, None]
 
 
 def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:
@@ -602,8 +562,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
-    weights[OWN_PLACE] = weights[TIME] = _TIME
-    weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
+    weights[OWN_PLACE] = weights[TIME] = weights[FURTHER, 1] = weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
     return weights.flatten()
 
 

@@ -7,12 +7,13 @@ out, and no row has to know where it is.
     channels 0-2         mean colour of the pixels that the latent stands for: what a linear preview shows
     3-4                  which of the four it is
     5-6                  where its middle is: x and y
-    7-10                 the time: since the clip began, in turns of the world's cycles (2), within the chunk
-    11-23, upper left    first object: where it is, its phase if it goes in cycles (2), where it began, its way in x and
+    7-10                 the time: since the clip began, within the chunk, and in turns of an orbit (2)
+    11-23, upper left    first object: where it is, its phase where it moves (2), where it began, its way in x and
                          in y within the latent's four frames, the bend of the latter, shape (2), size
            upper right   second object: the same
-           lower left    colour of both objects, and where they are once more
-           lower right   background: colour of the sky's middle, colour at the lower edge; the objects' ways once more
+           lower left    colour of both objects, where they are once more, and the time in turns of a bounce (2)
+           lower right   background: colour of the sky's middle, colour at the lower edge; the objects' ways once more,
+                         and the time in turns of a mover's lap (2)
 
 The time and where an object began are the same for many latents; with them its place is a simple function, which the
 DiT finds much sooner than how places follow from each other.
@@ -35,6 +36,9 @@ from tools.train_tiny.picture import backdrops, coverage
 from tools.train_tiny.world import (
     BOUNCE_FRAMES,
     HEIGHT,
+    LAP_FRAMES,
+    LAP_X,
+    LAP_Y,
     MAX_FRAMES,
     MOTIONS,
     ORBIT_FRAMES,
@@ -43,6 +47,7 @@ from tools.train_tiny.world import (
     SHAPES,
     WIDTH,
     Scenes,
+    on_lap,
     positions,
 )
 
@@ -57,12 +62,10 @@ TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
 OWN_PLACE, TIME = slice(5, 7), slice(7, 11)
 """Channels that tell where a latent is, and when."""
-MOVED, AGAIN = slice(11, 20), slice(17, 21)
-"""Channels in which the upper two latents of a row tell where an object is and goes, and those in which the lower two
-do.
+MOVED, AGAIN, FURTHER = slice(11, 20), slice(17, 21), slice(21, 23)
+"""Channels in which the upper two latents of a row tell where an object is and goes, in which the lower two tell that
+again, and in which those tell the time.
 """
-UNSEEN = slice(13, 17)
-"""Of the former, those from which places follow: a picture depends on the places alone."""
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row and column of the four latents in a DiT row."""
 _SAMPLES = 4
@@ -88,7 +91,8 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     """
     flat = frames.flatten(-2)
     at = positions(scenes, flat).unflatten(2, (-1, BLOCK_FRAMES))  # [B, 2, T, 4, 2]
-    middle = at.mean(dim=3)  # [B, 2, T, 2]
+    at = at[..., :1, :] + on_lap(at - at[..., :1, :])
+    middle = on_lap(at.mean(dim=3))  # [B, 2, T, 2]
     moved = (at[..., 3, :] - at[..., 0, :]) / 3.0
     bend = (at[..., 3, 1] + at[..., 0, 1] - at[..., 1, 1] - at[..., 2, 1]) / 3.0
 
@@ -98,13 +102,16 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     out[..., 3] = 2.0 * (torch.arange(ROWS) % 2)[:, None] - 1.0
     out[..., 4] = 2.0 * (torch.arange(COLUMNS) % 2) - 1.0
     out[..., OWN_PLACE] = torch.stack(torch.broadcast_tensors(x, y[:, None]), -1) / _UNIT
-    out[..., TIME] = _time(frames.double())[..., :, None, None, :]
+    time = frames.double()[..., :, None, None, :]
+    out[..., TIME] = torch.cat((_times(time), _turns(time, ORBIT_FRAMES)), -1)
+    out[:, :, 1::2, 0::2, FURTHER] = _turns(time, BOUNCE_FRAMES)
+    out[:, :, 1::2, 1::2, FURTHER] = _turns(time, LAP_FRAMES)
     there = scenes.present[:, :, None, None]
     shape = 1.2 * torch.stack((2.0 * (scenes.shape % 2) - 1.0, 2.0 * (scenes.shape // 2) - 1.0), -1)
     size = torch.where(scenes.present, scenes.size - 0.5, -1.5)[..., None]  # an absent object has one of its own
     fixed = torch.cat((shape * scenes.present[..., None], size), -1)[:, :, None].expand(-1, -1, middle.shape[2], -1)
     began = positions(scenes, torch.zeros(1))  # [B, 2, 1, 2]
-    places = (middle / _UNIT, phases(scenes, frames.double().mean(-1)), began.expand_as(middle) / _UNIT)
+    places = (middle / _UNIT, phases(scenes, middle, frames.double().mean(-1)), began.expand_as(middle) / _UNIT)
     things = torch.cat((torch.cat((*places, moved, bend[..., None]), -1) * there, fixed), -1)  # [B, 2, T, 12]
     colour = 2.4 * (torch.tensor(RGB, dtype=torch.float64)[scenes.colour] - 0.5) * scenes.present[..., None]
     pictures = backdrops()
@@ -118,35 +125,37 @@ def latents(scenes: Scenes, frames: Tensor) -> Tensor:
     return out.permute(0, 4, 1, 2, 3).float().contiguous()
 
 
-def _time(frames: Tensor) -> Tensor:
-    """What tells the time of latents, `[..., 4]`.  frames: `[..., 4]` instants."""
-    middle, last = frames.mean(-1), frames[..., -1]
-    turns = 2 * torch.pi * middle / ORBIT_FRAMES
+def _times(frames: Tensor) -> Tensor:
+    """Time since the clip began and within the chunk, `[..., 2]`.  frames: `[..., 4]` instants."""
     half = FRAMES_PER_CHUNK // 2
-    told = (
-        (middle - MAX_FRAMES / 2) / (0.3 * MAX_FRAMES),
-        _AMPLITUDE * turns.cos(),
-        _AMPLITUDE * turns.sin(),
-        (torch.remainder(last, FRAMES_PER_CHUNK) - half) / (0.7 * half),
-    )
-    return torch.stack(told, -1)
+    since_the_clip = (frames.mean(-1) - MAX_FRAMES / 2) / (0.3 * MAX_FRAMES)
+    within_the_chunk = (torch.remainder(frames[..., -1], FRAMES_PER_CHUNK) - half) / (0.7 * half)
+    return torch.stack((since_the_clip, within_the_chunk), -1)
 
 
-def phases(scenes: Scenes, frames: Tensor) -> Tensor:
-    """Cosine and sine of how far every object that bounces or orbits is in its cycle, `[B, 2, T, 2]`; 0 for others.
+def _turns(frames: Tensor, period: float) -> Tensor:
+    """Time in turns of a period, as cosine and sine `[..., 2]`.  frames: `[..., 4]` instants."""
+    return _circle(frames.mean(-1) / period)
 
-    frames: `[T]` or `[B, T]` instants.
+
+def _circle(turns: Tensor) -> Tensor:
+    """Cosine and sine of turns, `[..., 2]`."""
+    return _AMPLITUDE * torch.stack(((2 * torch.pi * turns).cos(), (2 * torch.pi * turns).sin()), -1)
+
+
+def phases(scenes: Scenes, at: Tensor, frames: Tensor) -> Tensor:
+    """Cosine and sine of how far every object that moves is in its cycle, `[B, 2, T, 2]`; 0 for others.
+
+    at: where the objects are, `[B, 2, T, 2]`.  frames: `[T]` or `[B, T]` instants.
     """
     t = frames[None, None] if frames.ndim == 1 else frames[:, None]
     motion = scenes.motion[:, :, None]
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
-    turns = 2 * torch.pi * (t / period + scenes.free[:, :, 0, None] - 0.5)
-    return _AMPLITUDE * torch.stack((turns.cos(), turns.sin()), -1) * goes_in_cycles(scenes)[..., None, None]
-
-
-def goes_in_cycles(scenes: Scenes) -> Tensor:
-    """Which objects bounce or orbit, `[B, 2]` bool."""
-    return (scenes.motion == MOTIONS.index("bounce")) | (scenes.motion == MOTIONS.index("orbit"))
+    sideways = (motion == MOTIONS.index("right")) | (motion == MOTIONS.index("left"))
+    along = torch.where(sideways, at[..., 0] / LAP_X, at[..., 1] / LAP_Y)
+    repeats = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
+    turns = torch.where(repeats, t / period + scenes.free[:, :, 0, None] - 0.5, along)
+    return _circle(turns) * (motion != MOTIONS.index("still"))[..., None]
 
 
 def latent_centres() -> tuple[Tensor, Tensor]:

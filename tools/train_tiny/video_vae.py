@@ -25,10 +25,8 @@ from tools.train_tiny.video_latents import (
     BLOCK_FRAMES,
     COLUMNS,
     CORNERS,
-    OWN_PLACE,
     ROWS,
     TOLD,
-    UNSEEN,
     block_frames,
     latent_centres,
     latents,
@@ -46,7 +44,7 @@ from tools.train_tiny.world import (
     random_scene,
 )
 
-DRAWING_STEPS, WINDOW_STEPS = 6000, 2500
+DRAWING_STEPS, WINDOW_STEPS = 8000, 4500
 """Steps on single latents and on whole windows."""
 _SCENES, _NEAR_LATENTS = 64, 24
 """Scenes of a drawing step, each at one moment, and latents of each: those nearest to its objects."""
@@ -164,10 +162,10 @@ def noisy(clean: Tensor, random: torch.Generator) -> Tensor:
     Only what is told at other times can mend the latter: so the decoder learns to draw motion that is smooth.
     """
     shape = clean.shape
-    size = 0.08 * torch.rand(shape[0], 1, 1, 1, 1, generator=random)
+    size = 0.04 * torch.rand(shape[0], 1, 1, 1, 1, generator=random)
     single = torch.randn(shape, generator=random)
     whole = torch.randn(*shape[:3], 1, 1, generator=random)
-    out = clean + size * (single + 0.4 * whole)
+    out = clean + size * (single + whole)
     out[:, :3] += _SEEN_ERROR * torch.randn(shape[0], 3, *shape[2:], generator=random)
     return out
 
@@ -239,7 +237,7 @@ def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, T
     frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
     given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]
     told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 13]
-    size = 0.08 * torch.rand(_SCENES, 1, 1, generator=random)
+    size = 0.04 * torch.rand(_SCENES, 1, 1, generator=random)
     told = told + 0.3 * size * torch.randn(told.shape, generator=random)
     # The nearest latents, and some of the others: the farther the less often.
     x, y = latent_centres()
@@ -280,7 +278,6 @@ def initial_model(seed: int) -> AutoencoderKLMiniMaxH3:
         model.post_quant_conv.bias.zero_()
         _blocks(model.decoder, random)
         _fetching_heads(model.decoder)
-        _looking_at_pictures_alone(model.decoder)
         _outline_patches(model.decoder, random)
     return model
 
@@ -291,8 +288,6 @@ _FETCHED = VIDEO_LATENT_CHANNELS
 _CONSTANT = _FETCHED + 4 * _NUM_TOLD
 """Hidden channel that holds a constant, so that a row's norm hardly depends on what the others hold."""
 _CONSTANT_VALUE = 12.0
-_OPEN = 6.0
-"""Where a gate hardly bends what it lets through."""
 
 
 def _blocks(decoder: Any, random: torch.Generator) -> None:
@@ -335,28 +330,6 @@ def _fetching_heads(decoder: Any) -> None:
         attn.to_v.weight[first : first + _NUM_TOLD, TOLD] = torch.eye(_NUM_TOLD)
         place = _FETCHED + _NUM_TOLD * kind
         attn.to_out[0].weight[place : place + _NUM_TOLD, first : first + _NUM_TOLD] = rms * torch.eye(_NUM_TOLD)
-
-
-def _looking_at_pictures_alone(decoder: Any) -> None:
-    """Keeps from the feed-forwards what no picture depends on, and what is fetched anyway; and lets the last one take
-    away what was told, for at the end every hidden channel says how much of a patch there is.
-    """
-    own = set(range(VIDEO_LATENT_CHANNELS)) - set(range(VIDEO_LATENT_CHANNELS)[OWN_PLACE])
-    unseen = [i - TOLD.start for i in range(VIDEO_LATENT_CHANNELS)[UNSEEN]]
-    fetched = {_FETCHED + _NUM_TOLD * thing + i for thing in range(NUM_OBJECTS) for i in unseen}
-    for block in decoder.transformer_blocks:
-        block.ff.net[0].proj.weight[:, sorted(own | fetched)] = 0.0
-    feed = decoder.transformer_blocks[-1].ff
-    inner = feed.net[2].in_features
-    values, gates = feed.net[0].proj.weight[:inner], feed.net[0].proj.weight[inner:]
-    through = _OPEN / (1 + math.exp(-_OPEN))
-    told = slice(0, _CONSTANT)
-    gates[told] = values[told] = 0.0
-    feed.net[0].proj.bias[inner:][told] = _OPEN
-    values[told, told] = torch.eye(_CONSTANT) * _usual_rms(feed.net[2].out_features)
-    feed.net[2].weight[:, told] = 0.0
-    feed.net[2].weight[told, told] = -torch.eye(_CONSTANT) / through
-    feed.net[2].bias[_CONSTANT] = -_CONSTANT_VALUE
 
 
 def _usual_rms(width: int) -> float:

@@ -82,15 +82,19 @@ PULSE_PERIODS = (0, 24, 12)
 PULSE_DECAY = 5.0
 """Audio latents in which a stroke falls to 1/e."""
 
-SPEED_X, SPEED_Y = 0.72, 0.4
-"""Of a mover, pixels a frame: the longest clip takes it once across the canvas."""
+LAP_FRAMES = 120.0
+"""In which a mover crosses the canvas and, out of sight, comes back to where it was."""
+LAP_X, LAP_Y = 240.0, 176.0
+"""Length of that way, pixels: 40 more than the canvas on each side, so that nothing of an object is seen to jump."""
+SPEED_X, SPEED_Y = LAP_X / LAP_FRAMES, LAP_Y / LAP_FRAMES
+"""Of a mover, pixels a frame."""
 START_X, START_Y = 58.0, 36.0
 """How far from the centre movers start, on the side that they come from."""
 GROUND = 43.0
 """What a bouncing object's lowest edge touches."""
-BOUNCE_FRAMES, BOUNCE_HEIGHT = 34.0, 36.0
+BOUNCE_FRAMES, BOUNCE_HEIGHT = LAP_FRAMES / 4, 36.0
 """From one touch to the next; how far it rises."""
-ORBIT_FRAMES, ORBIT_RADIUS = 68.0, 22.0
+ORBIT_FRAMES, ORBIT_RADIUS = LAP_FRAMES / 2, 22.0
 PAN_WIDTH = 80.0
 """Distance from the centre at which a sound comes from one side alone but for `PAN_DEPTH`."""
 PAN_DEPTH = 0.9
@@ -188,6 +192,12 @@ def random_scene(generator: torch.Generator) -> Scene:
     return Scene(things, pick(len(BACKGROUNDS)), pitch, pick(len(RHYTHMS)) if pitch else 0)
 
 
+def on_lap(places: Tensor) -> Tensor:
+    """Places `[..., 2]`, or ways between two, brought back to one lap about the centre by whole laps."""
+    laps = torch.tensor([LAP_X, LAP_Y], dtype=places.dtype)
+    return torch.remainder(places + laps / 2, laps) - laps / 2
+
+
 def positions(scenes: Scenes, frames: Tensor) -> Tensor:
     """Centre of every object, `[B, 2, F, 2]` float64 pixels (x, y).
 
@@ -228,7 +238,7 @@ def positions(scenes: Scenes, frames: Tensor) -> Tensor:
     ]
     stacked = torch.stack([torch.stack(torch.broadcast_tensors(*x)), torch.stack(torch.broadcast_tensors(*y))], -1)
     index = motion[None, ..., None].expand(1, *stacked.shape[1:])
-    return stacked.gather(0, index)[0]
+    return on_lap(stacked.gather(0, index)[0])
 
 
 def pan(x: Tensor) -> Tensor:

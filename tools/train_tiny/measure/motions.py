@@ -12,20 +12,24 @@ from tools.train_tiny.world import (
     BOUNCE_FRAMES,
     BOUNCE_HEIGHT,
     GROUND,
+    LAP_FRAMES,
+    LAP_X,
+    LAP_Y,
     MOTIONS,
     ORBIT_FRAMES,
     ORBIT_RADIUS,
     RADII,
-    SPEED_X,
-    SPEED_Y,
+    on_lap,
 )
 
 OUTLIER = 8.0
 """A frame that is further off counts as this far off, pixels."""
 UNREADABLE = 5.0
 """A track that is further from every motion, in the root mean square, follows none; pixels."""
-_PHASES = 136
+_PHASES = 120
 """Phases tried of a motion that repeats."""
+_STARTS = 120
+"""Places along a mover's lap from which it is tried to begin."""
 _TOUCH_REACH = 9
 """Frames before and after a touch that say when it was."""
 
@@ -50,8 +54,8 @@ def fits(track: Tensor, weight: Tensor, size: int) -> list[Fit]:
     """Every motion, as close to the track as it can be."""
     t = torch.arange(len(track), dtype=track.dtype)
     still = torch.zeros(1, len(t), 2, dtype=track.dtype)
-    sideways = torch.stack((SPEED_X * t, 0 * t), -1)[None]
-    upright = torch.stack((0 * t, SPEED_Y * t), -1)[None]
+    lap = torch.arange(_STARTS, dtype=track.dtype)[:, None] / _STARTS + t / LAP_FRAMES
+    sideways, upright = (on_lap(torch.stack(way, -1)) for way in ((LAP_X * lap, 0 * lap), (0 * lap, LAP_Y * lap)))
     phase = torch.arange(_PHASES, dtype=track.dtype)[:, None] / _PHASES
     hop = GROUND - RADII[size] - BOUNCE_HEIGHT * (math.pi * (t / BOUNCE_FRAMES + phase)).sin().abs()
     turn = 2 * math.pi * (t / ORBIT_FRAMES + phase)
@@ -71,8 +75,13 @@ def _fit(motion: int, curves: Tensor, track: Tensor, weight: Tensor) -> Fit:
     """The best of some curves `[N, F, 2]`, each moved to where the track is."""
     off = track - curves
     placed = torch.stack([_median(off[..., axis], weight) for axis in range(2)], -1)
-    if MOTIONS[motion] == "bounce":
-        placed[:, 1] = 0.0  # the ground is where it is
+    match MOTIONS[motion]:
+        case "bounce":
+            placed[:, 1] = 0.0  # the ground is where it is
+        case "right" | "left":
+            placed[:, 0].clamp_(-LAP_X / _STARTS, LAP_X / _STARTS)  # where it comes back in is where it is
+        case "up" | "down":
+            placed[:, 1].clamp_(-LAP_Y / _STARTS, LAP_Y / _STARTS)
     square = (off - placed[:, None]).square().sum(-1).clamp(max=OUTLIER**2)
     errors = ((square * weight).sum(-1) / weight.sum()).sqrt()
     best = int(errors.argmin())

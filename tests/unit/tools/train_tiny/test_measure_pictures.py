@@ -68,12 +68,15 @@ def test_objects_that_pass_before_each_other_keep_their_attributes_and_tracks(na
         assert float(off[seen.reliable].median()) < 0.15
 
 
-def test_an_object_that_leaves_the_canvas_is_followed_while_it_is_there() -> None:
+def test_an_object_that_leaves_the_canvas_and_comes_in_again_is_followed_while_it_is_there() -> None:
     scenes = batch([Scene((thing("small", "white", "triangle", "right"),), 3, 0, 0)], torch.full((1, 2, 2), 0.9))
     (seen,) = read_picture(pictures(scenes, 192)).things
     assert seen.thing == thing("small", "white", "triangle", "right")
-    assert bool(seen.reliable[:150].all())
-    assert not bool(seen.reliable[-1])
+    true = positions(scenes, torch.arange(192))[0, 0]
+    inside = true[:, 0].abs() < WIDTH / 2
+    assert bool(seen.reliable[inside].all())
+    assert not bool(seen.reliable[true[:, 0].abs() > WIDTH / 2 + 15].any())
+    assert float((seen.track - true).norm(dim=1)[inside].max()) < 0.5
 
 
 def test_touches_are_found_to_a_tenth_of_a_frame() -> None:

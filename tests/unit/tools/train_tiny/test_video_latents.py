@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from core.geometry import num_video_latents
 from tools.train_tiny.picture import render
@@ -36,31 +37,51 @@ def test_every_row_tells_where_the_objects_are_and_every_latent_where_it_is() ->
     assert torch.allclose(24.0 * latents[..., 6], y[:, None], atol=1e-4)
 
 
+def turned(cosine: Tensor, sine: Tensor, period: float) -> Tensor:
+    return torch.atan2(sine, cosine) / (2 * torch.pi) * period
+
+
+def apart(a: Tensor, b: Tensor, period: float) -> float:
+    """The largest distance on a circle."""
+    return float((torch.remainder(a - b + period / 2, period) - period / 2).abs().max())
+
+
 def test_every_latent_tells_the_time() -> None:
-    told = clip_latents(random_batch(2), 73)[:, 7:11].double().permute(0, 2, 3, 4, 1)  # [B, T, 6, 10, 4]
+    told = clip_latents(random_batch(2), 73).double().permute(0, 2, 3, 4, 1)  # [B, T, 6, 10, 24]
     middle = block_frames(told.shape[1]).mean(1)[:, None, None]
-    assert torch.allclose(57.6 * told[..., 0] + 96.0, middle, atol=1e-4)
-    turned = torch.atan2(told[..., 2], told[..., 1]) / (2 * torch.pi) * 68.0
-    assert (torch.remainder(turned - middle + 34.0, 68.0) - 34.0).abs().max() < 1e-3
-    within = (5.6 * told[0, :, 0, 0, 3] + 8.0).round().int().tolist()
+    assert torch.allclose(57.6 * told[..., 7] + 96.0, middle.expand_as(told[..., 7]), atol=1e-4)
+    assert apart(turned(told[..., 9], told[..., 10], 60.0), middle, 60.0) < 1e-3
+    for column, period in ((0, 30.0), (1, 120.0)):
+        further = told[:, :, 1::2, column::2]
+        assert apart(turned(further[..., 21], further[..., 22], period), middle, period) < 1e-3
+    within = (5.6 * told[0, :, 0, 0, 8] + 8.0).round().int().tolist()
     assert within[:11] == [0, 4, 8, 12, 16, 0, 4, 8, 12, 16, 0]
 
 
-def test_what_goes_in_cycles_tells_how_far_it_is() -> None:
-    free = torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(5))
-    motions = [Thing(0, 0, 0, MOTIONS.index(name)) for name in ("bounce", "orbit", "right")]
-    latents = clip_latents(batch([Scene((thing,), 0, 0, 0) for thing in motions], free), 39)
-    hop, orbit, mover = latents[:, 13:15, :, 0, 0].double() / 1.2
-    assert torch.allclose(hop.norm(dim=0), torch.ones(12, dtype=torch.float64))
+def test_what_moves_tells_how_far_it_is_in_its_cycle() -> None:
+    free = torch.rand(4, 2, 2, generator=torch.Generator().manual_seed(5))
+    motions = [Thing(0, 0, 0, MOTIONS.index(name)) for name in ("bounce", "orbit", "right", "still")]
+    latents = clip_latents(batch([Scene((thing,), 0, 0, 0) for thing in motions], free), 192).double()
+    hop, orbit, mover, still = latents[:, 13:15, :, 0, 0] / 1.2
+    seen = 24.0 * latents[:, 11:13, :, 0, 0]
+    assert torch.allclose(hop.norm(dim=0), torch.ones_like(hop[0]))
     # It touches the ground at the beginning of each cycle: half a turn is the top.
-    height = 36.0 * ((1 - hop[0]) / 2).sqrt()
-    at = 43.0 - 12.0 - height
-    seen = 24.0 * latents[0, 12, :, 0, 0].double()
-    assert (at - seen).abs().max() < 3.0  # a latent tells the mean over its frames, and a touch is a corner
-    assert (at - seen).abs().median() < 0.5
-    centre = 24.0 * latents[1, 11:13, :, 0, 0].double() - 22.0 * orbit
+    height = 43.0 - 12.0 - 36.0 * ((1 - hop[0]) / 2).sqrt()
+    assert (height - seen[0, 1]).abs().max() < 4.0  # a latent tells the mean over its frames, and a touch is a corner
+    assert (height - seen[0, 1]).abs().median() < 0.5
+    centre = seen[1] - 22.0 * orbit
     assert (centre - centre.mean(1, keepdim=True)).abs().max() < 1.0
-    assert not mover.any()
+    assert apart(turned(mover[0], mover[1], 240.0), seen[2, 0], 240.0) < 1e-3
+    assert not still.any()
+
+
+def test_a_mover_that_comes_in_again_has_neither_jumped_within_a_latent_nor_changed_its_way() -> None:
+    scenes = batch([Scene((Thing(0, 0, 0, MOTIONS.index("right")),), 0, 0, 0)], torch.full((1, 2, 2), 0.37))
+    latents = clip_latents(scenes, 192).double()[0, :, :, 0, 0]
+    assert torch.allclose(latents[17], torch.full_like(latents[17], 2.0), atol=1e-5)
+    steps = torch.remainder(24.0 * latents[11].diff() + 120.0, 240.0) - 120.0
+    frames = block_frames(latents.shape[1]).mean(1).diff()
+    assert torch.allclose(steps, 2.0 * frames, atol=1e-4)
 
 
 def test_a_still_preview_can_be_read_off_three_channels() -> None:
