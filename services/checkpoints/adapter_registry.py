@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from core.latents_file import SHIFTS
+from core.request import MAX_SHIFT, MIN_SHIFT
 from h3stream.errors import CheckpointError, ConfigError
 from services.checkpoints.adapter_formats import RAVEN, Format
 from services.checkpoints.adapters import PEFT_WEIGHTS, AdapterModule, given_name, partition_of, read_modules
@@ -22,7 +25,10 @@ FOLDER = "adapters"
 STREAMING_NAME = "raven"
 """Name that tells the streaming adapter from others of its format."""
 STREAMING_SHIFTS = (12.0, 3.0)
-"""Video and audio shift that it was trained with, for any number of steps (docs/reference/raven-streaming.md §1)."""
+"""Video and audio shift that it was trained with, for any number of steps (docs/reference/raven-streaming.md §1).
+
+A file of its format that was trained with others says so in its metadata, by the names in `SHIFTS`.
+"""
 
 _TURBO_NAME = re.compile(r"minimax_h3_[a-z0-9]+_(?:lightx2v_)?turbo_(?P<steps>[1-9][0-9]?)step(?:_(?P<rest>.*))?", re.I)
 _SHIFTS, _SHIFTS_768P = (12.0, 3.0), (6.0, 3.0)
@@ -130,7 +136,10 @@ def read_adapter(source: AdapterSource) -> AdapterHeader:
     path = _weights(source.path)
     checkpoint, _ = expect(path, "adapter")
     format_, modules, unknown_modules = read_modules(checkpoint)
-    steps, (video_shift, audio_shift) = _schedule(format_, given_name(path))
+    steps, shifts = _schedule(format_, given_name(path))
+    video_shift, audio_shift = (
+        _stated_shift(path, checkpoint.metadata, name, shift) for name, shift in zip(SHIFTS, shifts, strict=True)
+    )
     return AdapterHeader(
         name=source.name,
         path=path,
@@ -214,6 +223,20 @@ def _schedule(format_: Format, name: str) -> tuple[int | None, tuple[float, floa
         return None, (None, None)
     is_768p = "768p" in (turbo["rest"] or "").lower().split("_")
     return int(turbo["steps"]), _SHIFTS_768P if is_768p else _SHIFTS
+
+
+def _stated_shift(path: Path, metadata: Mapping[str, str], name: str, otherwise: float | None) -> float | None:
+    """A shift as the file's metadata says it, and otherwise what its kind was trained with."""
+    if name not in metadata:
+        return otherwise
+    try:
+        shift = float(metadata[name])
+    except ValueError:
+        shift = math.nan
+    if not MIN_SHIFT <= shift <= MAX_SHIFT:
+        rule = f"no number from {MIN_SHIFT:g} to {MAX_SHIFT:g}"
+        raise CheckpointError(f"{path}: its metadata says {name} {metadata[name]!r:.40}, which is {rule}")
+    return shift
 
 
 def _with_streaming(headers: tuple[AdapterHeader, ...]) -> tuple[AdapterHeader, ...]:

@@ -12,6 +12,7 @@ import transformers
 
 from tools.tiny.index import COMPONENT_CLASSES, write_json, write_model_index
 from tools.train_tiny.grammar import EXAMPLES
+from tools.train_tiny.transformer import AUDIO_SHIFT, VIDEO_SHIFT
 from tools.train_tiny.world import HEIGHT, MAX_FRAMES, WIDTH
 
 NUM_FRAMES, STEPS, DENSE_STEPS = 73, 4, 20
@@ -38,10 +39,17 @@ def write_card(directory: Path, seed: int, figures: Mapping[str, str]) -> None:
     seed: what the model was trained with.  figures: what was measured, by its name, in the order of the card.
     """
     write_model_index(directory)
-    defaults = {"num_frames": NUM_FRAMES, "width": WIDTH, "height": HEIGHT, "steps": STEPS, "dense_steps": DENSE_STEPS}
-    write_json(
-        directory / "generation_config.json", {**defaults, "seed": 0, "notice": NOTICE, "examples": list(EXAMPLES)}
-    )
+    defaults = {
+        "num_frames": NUM_FRAMES,
+        "width": WIDTH,
+        "height": HEIGHT,
+        "steps": STEPS,
+        "dense_steps": DENSE_STEPS,
+        "video_shift": VIDEO_SHIFT,
+        "audio_shift": AUDIO_SHIFT,
+        "seed": 0,
+    }
+    write_json(directory / "generation_config.json", {**defaults, "notice": NOTICE, "examples": list(EXAMPLES)})
     (directory / "README.md").write_text(_card(directory, seed, figures), encoding="utf-8")
     for file in _files(directory):
         file.chmod(0o644)  # safetensors writes for the owner alone

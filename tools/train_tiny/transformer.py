@@ -656,8 +656,9 @@ def write(directory: Path, model: TinyDit) -> None:
             up = torch.cat(up.chunk(2)[::-1])  # gate rows first
         tensors[f"base_model.model.dit.{official}.lora_A.weight"] = model.down[key].detach().cpu().contiguous()
         tensors[f"base_model.model.dit.{official}.lora_B.weight"] = up.cpu().contiguous()
+    metadata = {"lora_alpha": str(RANK), "video_shift": str(VIDEO_SHIFT), "audio_shift": str(AUDIO_SHIFT)}
     (directory / "adapters").mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "adapters" / "raven.safetensors", metadata={"lora_alpha": str(RANK)})
+    save_file(tensors, directory / "adapters" / "raven.safetensors", metadata=metadata)
     for name, parameter in model.base.named_parameters():
         if not name.startswith(FLOAT32_ISLANDS):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from h3stream.errors import CheckpointError, ConfigError
 from services.checkpoints.adapter_registry import AdapterHeader, bind, read_adapter, read_registry
@@ -188,6 +190,30 @@ def test_the_schedule_of_streaming_is_its_shifts_for_any_steps() -> None:
     (header,) = read_registry((AdapterSource("raven", RAVEN_FILE),), None)
     assert (header.trained_steps, header.trained_video_shift, header.trained_audio_shift) == (None, 12, 3)
     assert header.partition == "fl2va"
+
+
+def with_metadata(path: Path, **metadata: str) -> Path:
+    """RAVEN's adapter, its metadata saying more."""
+    tensors = load_file(RAVEN_FILE)
+    with safe_open(RAVEN_FILE, "pt") as file:
+        save_file(tensors, path, {**(file.metadata() or {}), **metadata})
+    return path
+
+
+def test_metadata_says_what_shifts_an_adapter_was_trained_with_in_place_of_its_kind_s(tmp_path: Path) -> None:
+    header = header_of(with_metadata(tmp_path / "a.safetensors", video_shift="2.0"))
+    assert (header.trained_video_shift, header.trained_audio_shift) == (2, 3)
+    header = header_of(with_metadata(tmp_path / "b.safetensors", video_shift="1", audio_shift="0.5"))
+    assert (header.trained_video_shift, header.trained_audio_shift) == (1, 0.5)
+
+
+@pytest.mark.parametrize("shift", ["", "twelve", "0", "-1", "101", "nan", "inf"])
+def test_a_shift_that_is_none_is_refused(tmp_path: Path, shift: str) -> None:
+    path = with_metadata(tmp_path / "a.safetensors", audio_shift=shift)
+    with pytest.raises(CheckpointError) as caught:
+        header_of(path)
+    rule = "which is no number from 0.01 to 100"
+    assert str(caught.value) == f"{path}: its metadata says audio_shift {shift!r}, {rule}"
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------
