@@ -8,6 +8,7 @@ gradients.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -659,7 +660,19 @@ def write(directory: Path, model: TinyDit) -> None:
     metadata = {"lora_alpha": str(RANK), "video_shift": str(VIDEO_SHIFT), "audio_shift": str(AUDIO_SHIFT)}
     (directory / "adapters").mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapters" / "raven.safetensors", metadata=metadata)
+    _sort_metadata(directory / "adapters" / "raven.safetensors")
     for name, parameter in model.base.named_parameters():
         if not name.startswith(FLOAT32_ISLANDS):
             parameter.data = parameter.data.to(torch.bfloat16)
     model.base.cpu().save_pretrained(directory / "transformer")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file, which the library writes in an order that differs from run to run."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    assert len(text) == size
+    path.write_bytes(content[:8] + text + content[8 + size :])

@@ -121,7 +121,7 @@ def test_a_hum_has_the_pitch_and_the_place_of_its_object(sound: Sound, pitch: in
 
 
 def test_a_click_begins_with_its_latent_and_has_its_amplitude(sound: Sound) -> None:
-    scenes = batch([one(BOUNCE, 0)], free(0.2, 0.5))
+    scenes = batch([one(BOUNCE, 0)], free(0.05, 0.5))  # one touch
     wanted = click_amplitudes(scenes, NUM_FRAMES, num_audio_latents(NUM_FRAMES))[0]  # [2, A]
     waveform = sound.decode(audio_latents(scenes, NUM_FRAMES)[0])
     (latent,) = wanted[0].nonzero()[0].tolist()
