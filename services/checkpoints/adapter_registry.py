@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import defaultdict
@@ -14,7 +13,7 @@ from core.latents_file import SHIFTS
 from core.request import MAX_SHIFT, MIN_SHIFT
 from h3stream.errors import CheckpointError, ConfigError
 from services.checkpoints.adapter_formats import RAVEN, Format
-from services.checkpoints.adapters import PEFT_WEIGHTS, AdapterModule, given_name, partition_of, read_modules
+from services.checkpoints.adapters import PEFT_WEIGHTS, AdapterModule, given_name, number, partition_of, read_modules
 from services.checkpoints.dit_modules import Architecture, official_modules, parameter_shapes
 from services.checkpoints.identify import expect
 from services.checkpoints.key_map import summary
@@ -229,10 +228,7 @@ def _stated_shift(path: Path, metadata: Mapping[str, str], name: str, otherwise:
     """A shift as the file's metadata says it, and otherwise what its kind was trained with."""
     if name not in metadata:
         return otherwise
-    try:
-        shift = float(metadata[name])
-    except ValueError:
-        shift = math.nan
+    shift = number(metadata[name])
     if not MIN_SHIFT <= shift <= MAX_SHIFT:
         rule = f"no number from {MIN_SHIFT:g} to {MAX_SHIFT:g}"
         raise CheckpointError(f"{path}: its metadata says {name} {metadata[name]!r:.40}, which is {rule}")

@@ -195,7 +195,7 @@ def _stated(checkpoint: Checkpoint, format_: Format) -> _Stated:
     metadata = checkpoint.metadata
     uniform = None
     if setting := next((name for name in format_.alpha_settings if name in metadata), None):
-        uniform = _number(metadata[setting])
+        uniform = number(metadata[setting])
         if not is_alpha(uniform):
             rule = f"no number above 0 and up to {MAX_ALPHA:g}"
             raise ValueError(f"its metadata says {setting} {metadata[setting]!r:.40}, which is {rule}")
@@ -224,7 +224,8 @@ def _config(checkpoint: Checkpoint, format_: Format, *, is_needed: bool) -> dict
     return None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """What a string in metadata says; NaN if that is no number."""
     try:
         return float(text)
     except ValueError:
