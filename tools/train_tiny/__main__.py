@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -35,17 +36,19 @@ def main() -> None:
         multiprocessing.get_context("spawn").Process(target=lane, args=(model, work, arguments.seed, *more))
         for lane, more in ((text_and_dit, (arguments.device,)), (autoencoders, ()))
     ]
-    for process in lanes:
-        process.start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the lanes end, too
     try:
+        for process in lanes:
+            process.start()
         # The one that fails first ends the other, which can go on from its checkpoint later.
         while any(process.is_alive() for process in lanes) and not any(process.exitcode for process in lanes):
             for process in lanes:
                 process.join(timeout=1.0)
     finally:
         for process in lanes:
-            process.terminate()
-            process.join()
+            if process.pid is not None:
+                process.terminate()
+                process.join()
     if any(process.exitcode for process in lanes):
         sys.exit("train_tiny: stopped; started again it goes on from the last checkpoints")
 

@@ -69,6 +69,12 @@ shift is 12: noise of one level leaves less to be seen of few rows, and what a f
 """
 _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
+DECIDING = slice(12, 18)
+"""Features of a video row whose noise decides: their clean values are the same in every clip."""
+_READ, _READING_GAIN = slice(200, 206), 4.0
+"""Hidden channels that begin with what a head reads of those, and by how much it multiplies, twice."""
+_STILL_DIMS = 32
+"""Last dimensions of a head, which positions do not turn."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
@@ -142,6 +148,27 @@ def _initialise(base: MiniMaxH3Transformer3DModel, random: torch.Generator) -> N
         block.norm1.weight[-1] = block.norm2.weight[-1] = 0.07  # the constant alone would be most of a row
         gates = block.adaln_proj.linear.bias.view(NUM_TAGS, 6, HIDDEN)
         gates[:, 2] = gates[:, 5] = 1.0
+    _reading_head(base)
+
+
+def _reading_head(base: MiniMaxH3Transformer3DModel) -> None:
+    """Lets a head of the first block read what noise decides: the means of some features over the rows of media, into
+    channels of their own.
+
+    Those rows alone hold the constant that queries and keys are made from, in dimensions that positions do not turn.
+    """
+    attn = base.transformer_blocks[0].attn
+    last = HEAD_DIM * NUM_HEADS
+    still = slice(last - _STILL_DIMS, last)
+    attn.to_q.weight[last - HEAD_DIM :] = 0.0
+    attn.to_k.weight[last - HEAD_DIM :] *= 0.3
+    attn.to_q.weight[still, -1] = attn.to_k.weight[still, -1] = 1.0
+    count = DECIDING.stop - DECIDING.start
+    value = slice(last - HEAD_DIM, last - HEAD_DIM + count)
+    attn.to_v.weight[last - HEAD_DIM :] = 0.0
+    attn.to_v.weight[value, DECIDING] = _READING_GAIN * torch.eye(count)
+    attn.to_out[0].weight[:, last - HEAD_DIM :] = 0.0
+    attn.to_out[0].weight[_READ, value] = _READING_GAIN * torch.eye(count)
 
 
 @dataclass(frozen=True)
@@ -154,10 +181,12 @@ class Clips:
     """`[B, 24, T, 6, 10]` clean latents."""
     audio: Tensor
     """`[B, 32, 2, A]` clean latents."""
+    beginnings: Tensor
+    """`[B, 6]` normal numbers from which the free numbers of the scenes follow, see `lessons.beginnings`."""
 
     def to(self, device: torch.device) -> Clips:
         """The same on a device."""
-        return Clips(self.text.to(device), self.video.to(device), self.audio.to(device))
+        return Clips(*(part.to(device) for part in (self.text, self.video, self.audio, self.beginnings)))
 
 
 @dataclass(frozen=True)
@@ -262,8 +291,12 @@ def causal_segments(
         # The text is the cache's first record; the others are chunks.
         context = tuple(finished[i - 1] for i in retained_entries(1 + chunk.index, what.sink, what.window) if i > 0)
         x0_video, x0_audio = (rows.repeat(what.copies, 1, 1) for rows in (video, audio))
-        sigmas = _sigmas(what.copies * batch, random, share_on_grid=0.6)
+        is_first = chunk.index == 0
+        sigmas = _sigmas(what.copies * batch, random, on_grid=0.6, first_steps=0.4 if is_first else 0.0)
         eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
+        if is_first:
+            alone = (sigmas[:, :1, None] == 1.0).to(video.device)
+            eps_video = torch.where(alone, decided(eps_video, clips.beginnings.repeat(what.copies, 1)), eps_video)
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
@@ -292,7 +325,7 @@ def dense_segment(clips: Clips, random: torch.Generator, *, frozen_video: bool) 
     positions = torch.tensor(dense_positions(num_frames, num_tokens, ROWS, COLUMNS), dtype=torch.float64)[num_tokens:]
     whole = Chunk(0, True, 0, clips.video.shape[2], 0, clips.audio.shape[3])
     video, audio = rows_of(clips, whole)
-    sigmas = _sigmas(batch, random, share_on_grid=0.2)
+    sigmas = _sigmas(batch, random, on_grid=0.2, first_steps=0.25)
     eps_video, eps_audio = (_noise_like(x, random) for x in (video, audio))
     segment = _in_noise(video, audio, eps_video, eps_audio, sigmas, positions, ())
     if frozen_video:
@@ -315,6 +348,19 @@ def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
     return torch.randn(rows.shape, generator=random).to(rows.device)
 
 
+def decided(noise: Tensor, beginnings: Tensor) -> Tensor:
+    """A first chunk's noise `[N, v, 96]` that decides how its clip begins: `beginnings` `[N, 6]` are the means of six
+    features, in units of a mean's deviation.
+
+    Both keep their distributions, but noise alone no longer leads to any of many clips, whose mean is all that a step
+    would find. That is what distilling a sampler into few steps brings about. Later steps begin from what the first
+    one found, in noise that the sampler draws anew: so that noise decides nothing.
+    """
+    change = torch.zeros(len(noise), 1, noise.shape[2], device=noise.device)
+    change[:, 0, DECIDING] = beginnings * noise.shape[1] ** -0.5 - noise[..., DECIDING].mean(1)
+    return noise + change
+
+
 def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:
     """Normal noise that is the same in all rows of a latent, `[B, v, 96]`."""
     num_rows = ROWS * COLUMNS // 4
@@ -323,11 +369,15 @@ def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:
     return each.repeat_interleave(num_rows, 1).to(video.device)
 
 
-def _sigmas(count: int, random: torch.Generator, *, share_on_grid: float) -> Tensor:
-    """(video, audio) noise levels `[N, 2]`: on the four-step grid or between."""
+def _sigmas(count: int, random: torch.Generator, *, on_grid: float, first_steps: float) -> Tensor:
+    """(video, audio) noise levels `[N, 2]`: between those of four steps or, for a share of them, on these.
+
+    first_steps: share of all that are of the first two steps alone, which need the prompt most.
+    """
     u = 0.02 + 0.98 * torch.rand(count, generator=random)
-    grid = 0.25 * torch.randint(1, 5, (count,), generator=random)
-    u = torch.where(torch.rand(count, generator=random) < share_on_grid, grid, u).double()
+    step = torch.randint(4, (count,), generator=random)
+    u = torch.where(torch.rand(count, generator=random) < on_grid, 1.0 - 0.25 * step, u)
+    u = torch.where(torch.rand(count, generator=random) < first_steps, 1.0 - 0.25 * (step % 2), u).double()
     return torch.stack([shift * u / (1 + (shift - 1) * u) for shift in (VIDEO_SHIFT, AUDIO_SHIFT)], -1).float()
 
 

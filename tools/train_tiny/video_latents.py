@@ -47,6 +47,7 @@ from tools.train_tiny.world import (
     SHAPES,
     WIDTH,
     Scenes,
+    goes_in_cycles,
     on_lap,
     positions,
 )
@@ -153,8 +154,7 @@ def phases(scenes: Scenes, at: Tensor, frames: Tensor) -> Tensor:
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
     sideways = (motion == MOTIONS.index("right")) | (motion == MOTIONS.index("left"))
     along = torch.where(sideways, at[..., 0] / LAP_X, at[..., 1] / LAP_Y)
-    repeats = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
-    turns = torch.where(repeats, t / period + scenes.free[:, :, 0, None] - 0.5, along)
+    turns = torch.where(goes_in_cycles(scenes)[..., None], t / period + scenes.free[:, :, 0, None] - 0.5, along)
     return _circle(turns) * (motion != MOTIONS.index("still"))[..., None]
 
 

@@ -192,6 +192,11 @@ def random_scene(generator: torch.Generator) -> Scene:
     return Scene(things, pick(len(BACKGROUNDS)), pitch, pick(len(RHYTHMS)) if pitch else 0)
 
 
+def goes_in_cycles(scenes: Scenes) -> Tensor:
+    """Which objects bounce or orbit, `[B, 2]` bool."""
+    return (scenes.motion == MOTIONS.index("bounce")) | (scenes.motion == MOTIONS.index("orbit"))
+
+
 def on_lap(places: Tensor) -> Tensor:
     """Places `[..., 2]`, or ways between two, brought back to one lap about the centre by whole laps."""
     laps = torch.tensor([LAP_X, LAP_Y], dtype=places.dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tools.train_tiny.card import problems
@@ -47,3 +50,35 @@ def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "is no model directory" in done.stderr
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
+
+
+def test_a_run_that_is_told_to_end_leaves_no_process_behind(tmp_path: Path) -> None:
+    work = tmp_path / "work" / "seed-0"
+    work.mkdir(parents=True)
+    for part in ("audio-vae", "transformer"):
+        (work / f"finished-{part}").touch()
+    command = [sys.executable, "-m", "tools.train_tiny", str(tmp_path / "model"), "--work", str(tmp_path / "work")]
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        deadline = time.monotonic() + 60
+        while len(children.read_text().split()) < 3:  # two lanes and Python's own
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(timeout=60) == 128 + signal.SIGTERM
+        while is_there(running.pid):
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.1)
+    finally:
+        if is_there(running.pid):
+            os.killpg(running.pid, signal.SIGKILL)
+
+
+def is_there(group: int) -> bool:
+    """Whether any process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
