@@ -15,7 +15,7 @@ from tools.train_tiny.text_encoder import attributes, random_scenes
 from tools.train_tiny.training import generator
 from tools.train_tiny.transformer import Clips, Lesson
 from tools.train_tiny.video_latents import clip_latents
-from tools.train_tiny.world import NUM_OBJECTS, Scene, Scenes, batch, goes_in_cycles
+from tools.train_tiny.world import Scene, batch, beginnings
 
 NUM_PROMPTS = 40_000
 _ENCODED_AT_ONCE = 256
@@ -47,12 +47,11 @@ class Lessons:
     def __call__(self, lesson: Lesson, random: torch.Generator) -> Clips:
         """Random clips of a lesson."""
         named, states = self._chosen(lesson.num_clips, random)
-        scenes = batch(named, torch.rand(lesson.num_clips, NUM_OBJECTS, 2, generator=random))
+        scenes = batch(named, beginnings(named, random))
         return Clips(
             text=states,
             video=clip_latents(scenes, lesson.num_frames),
             audio=audio_latents(scenes, lesson.num_frames),
-            beginnings=beginnings(scenes, random),
         )
 
     def _chosen(self, count: int, random: torch.Generator) -> tuple[list[Scene], Tensor]:
@@ -60,23 +59,6 @@ class Lessons:
         group = int(torch.multinomial(self._sizes, 1, generator=random))
         chosen = torch.randint(len(self._scenes[group]), (count,), generator=random)
         return [self._scenes[group][i] for i in chosen.tolist()], self._states[group][chosen].float()
-
-
-def beginnings(scenes: Scenes, random: torch.Generator) -> Tensor:
-    """Normal numbers from which the free numbers follow, `[B, 6]`: three for each object.
-
-    The third one's share of the normal distribution is the second free number. The first free number is a phase where
-    an object bounces or orbits: the direction in which the first two lie; elsewhere it is the second one's share.
-    """
-    free = scenes.free.clamp(1e-6, 1 - 1e-6)
-    share = torch.special.ndtri(free)  # [B, 2, 2]
-    other, size = torch.rand(2, *free.shape[:2], generator=random, dtype=torch.float64).clamp_(1e-6, 1 - 1e-6)
-    turns = 2 * torch.pi * (free[..., 0] - 0.5)
-    length = (-2 * size.log()).sqrt()
-    goes = goes_in_cycles(scenes)
-    first = torch.where(goes, length * turns.cos(), torch.special.ndtri(other))
-    second = torch.where(goes, length * turns.sin(), share[..., 0])
-    return torch.stack((first, second, share[..., 1]), -1).flatten(1).float()
 
 
 @torch.no_grad()

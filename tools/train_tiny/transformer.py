@@ -41,7 +41,7 @@ from services.dit.adaln import AUDIO_TAG, NUM_TAGS, TEXT_TAG, VIDEO_TAG
 from tools.tiny.transformer import FLOAT32_ISLANDS
 from tools.train_tiny.text_encoder import Heads, cross_entropy, is_right
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
-from tools.train_tiny.video_latents import AGAIN, COLUMNS, FURTHER, MOVED, OWN_PLACE, ROWS, TIME
+from tools.train_tiny.video_latents import AGAIN, COLOURS, COLUMNS, FURTHER, LOOK, MOVED, OWN_PLACE, ROWS, TIME
 from tools.train_tiny.world import HEIGHT, WIDTH
 
 CONFIG = {
@@ -58,7 +58,7 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 300, 3600
+NUM_TEXT_STEPS, NUM_STEPS = 300, 3000
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
@@ -69,20 +69,14 @@ shift is 12: noise of one level leaves less to be seen of few rows, and what a f
 """
 _CONSTANT = 16.0
 """Held by the last hidden channel of media rows, so that their norm hardly depends on what the others hold."""
-DECIDING = slice(12, 18)
-"""Features of a video row whose noise decides: their clean values are the same in every clip."""
-_READ, _READING_GAIN = slice(200, 206), 4.0
-"""Hidden channels that begin with what a head reads of those, and by how much it multiplies, twice."""
-_STILL_DIMS = 32
-"""Last dimensions of a head, which positions do not turn."""
 _ADAM_RATE = 2e-3
 _CONTEXT_NOISE = 0.05
 """Largest error of finished chunks while training, of single rows and of whole latents: the rollout's own chunks are
 not exact either.
 """
-_PLACE, _SEEN, _CLICK = 5.0, 0.5, 8.0
+_PLACE, _LOOK, _SEEN, _CLICK = 5.0, 2.5, 0.5, 8.0
 """Weights in the loss of where and when things are, whose errors are seen as soon as they are a fiftieth of their
-range; of a video row's mean colours, which only stills show; of an audio row's clicks, which are rare.
+range; of how they look; of mean colours, which only stills show; of an audio row's clicks, which are rare.
 """
 
 
@@ -148,27 +142,6 @@ def _initialise(base: MiniMaxH3Transformer3DModel, random: torch.Generator) -> N
         block.norm1.weight[-1] = block.norm2.weight[-1] = 0.07  # the constant alone would be most of a row
         gates = block.adaln_proj.linear.bias.view(NUM_TAGS, 6, HIDDEN)
         gates[:, 2] = gates[:, 5] = 1.0
-    _reading_head(base)
-
-
-def _reading_head(base: MiniMaxH3Transformer3DModel) -> None:
-    """Lets a head of the first block read what noise decides: the means of some features over the rows of media, into
-    channels of their own.
-
-    Those rows alone hold the constant that queries and keys are made from, in dimensions that positions do not turn.
-    """
-    attn = base.transformer_blocks[0].attn
-    last = HEAD_DIM * NUM_HEADS
-    still = slice(last - _STILL_DIMS, last)
-    attn.to_q.weight[last - HEAD_DIM :] = 0.0
-    attn.to_k.weight[last - HEAD_DIM :] *= 0.3
-    attn.to_q.weight[still, -1] = attn.to_k.weight[still, -1] = 1.0
-    count = DECIDING.stop - DECIDING.start
-    value = slice(last - HEAD_DIM, last - HEAD_DIM + count)
-    attn.to_v.weight[last - HEAD_DIM :] = 0.0
-    attn.to_v.weight[value, DECIDING] = _READING_GAIN * torch.eye(count)
-    attn.to_out[0].weight[:, last - HEAD_DIM :] = 0.0
-    attn.to_out[0].weight[_READ, value] = _READING_GAIN * torch.eye(count)
 
 
 @dataclass(frozen=True)
@@ -181,12 +154,10 @@ class Clips:
     """`[B, 24, T, 6, 10]` clean latents."""
     audio: Tensor
     """`[B, 32, 2, A]` clean latents."""
-    beginnings: Tensor
-    """`[B, 6]` normal numbers from which the free numbers of the scenes follow, see `lessons.beginnings`."""
 
     def to(self, device: torch.device) -> Clips:
         """The same on a device."""
-        return Clips(*(part.to(device) for part in (self.text, self.video, self.audio, self.beginnings)))
+        return Clips(self.text.to(device), self.video.to(device), self.audio.to(device))
 
 
 @dataclass(frozen=True)
@@ -291,12 +262,9 @@ def causal_segments(
         # The text is the cache's first record; the others are chunks.
         context = tuple(finished[i - 1] for i in retained_entries(1 + chunk.index, what.sink, what.window) if i > 0)
         x0_video, x0_audio = (rows.repeat(what.copies, 1, 1) for rows in (video, audio))
-        is_first = chunk.index == 0
-        sigmas = _sigmas(what.copies * batch, random, on_grid=0.6, first_steps=0.4 if is_first else 0.0)
+        first_steps = 0.4 if chunk.index == 0 else 0.0
+        sigmas = _sigmas(what.copies * batch, random, on_grid=0.6, first_steps=first_steps)
         eps_video, eps_audio = (_noise_like(x, random) for x in (x0_video, x0_audio))
-        if is_first:
-            alone = (sigmas[:, :1, None] == 1.0).to(video.device)
-            eps_video = torch.where(alone, decided(eps_video, clips.beginnings.repeat(what.copies, 1)), eps_video)
         noisy.append(len(segments))
         segments.append(_in_noise(x0_video, x0_audio, eps_video, eps_audio, sigmas, positions, context))
         targets.append((x0_video - eps_video, x0_audio - eps_audio))
@@ -346,19 +314,6 @@ def rows_of(clips: Clips, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _noise_like(rows: Tensor, random: torch.Generator) -> Tensor:
     """Normal noise, drawn on the host: the same on every device."""
     return torch.randn(rows.shape, generator=random).to(rows.device)
-
-
-def decided(noise: Tensor, beginnings: Tensor) -> Tensor:
-    """A first chunk's noise `[N, v, 96]` that decides how its clip begins: `beginnings` `[N, 6]` are the means of six
-    features, in units of a mean's deviation.
-
-    Both keep their distributions, but noise alone no longer leads to any of many clips, whose mean is all that a step
-    would find. That is what distilling a sampler into few steps brings about. Later steps begin from what the first
-    one found, in noise that the sampler draws anew: so that noise decides nothing.
-    """
-    change = torch.zeros(len(noise), 1, noise.shape[2], device=noise.device)
-    change[:, 0, DECIDING] = beginnings * noise.shape[1] ** -0.5 - noise[..., DECIDING].mean(1)
-    return noise + change
 
 
 def _noise_of_latents(video: Tensor, random: torch.Generator) -> Tensor:
@@ -613,6 +568,7 @@ def _video_weights() -> Tensor:
     """Weight of every feature of a video row, `[96]`: channels, each for the four latents of a patch."""
     weights = torch.ones(VIDEO_LATENT_CHANNELS, 2, 2)
     weights[:3] = _SEEN
+    weights[LOOK, 0] = weights[COLOURS, 1] = _LOOK
     weights[OWN_PLACE] = weights[TIME] = weights[FURTHER, 1] = weights[MOVED, 0] = weights[AGAIN, 1] = _PLACE
     return weights.flatten()
 

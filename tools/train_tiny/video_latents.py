@@ -47,7 +47,6 @@ from tools.train_tiny.world import (
     SHAPES,
     WIDTH,
     Scenes,
-    goes_in_cycles,
     on_lap,
     positions,
 )
@@ -63,6 +62,8 @@ TOLD = slice(11, VIDEO_LATENT_CHANNELS)
 """Channels of which each of a row's four latents tells another part of the scene."""
 OWN_PLACE, TIME = slice(5, 7), slice(7, 11)
 """Channels that tell where a latent is, and when."""
+LOOK, COLOURS = slice(20, 23), slice(11, 17)
+"""Channels in which the upper two latents of a row tell shape and size, and the lower two colours."""
 MOVED, AGAIN, FURTHER = slice(11, 20), slice(17, 21), slice(21, 23)
 """Channels in which the upper two latents of a row tell where an object is and goes, in which the lower two tell that
 again, and in which those tell the time.
@@ -154,7 +155,8 @@ def phases(scenes: Scenes, at: Tensor, frames: Tensor) -> Tensor:
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
     sideways = (motion == MOTIONS.index("right")) | (motion == MOTIONS.index("left"))
     along = torch.where(sideways, at[..., 0] / LAP_X, at[..., 1] / LAP_Y)
-    turns = torch.where(goes_in_cycles(scenes)[..., None], t / period + scenes.free[:, :, 0, None] - 0.5, along)
+    repeats = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
+    turns = torch.where(repeats, t / period + scenes.free[:, :, 0, None] - 0.5, along)
     return _circle(turns) * (motion != MOTIONS.index("still"))[..., None]
 
 

@@ -95,6 +95,12 @@ GROUND = 43.0
 BOUNCE_FRAMES, BOUNCE_HEIGHT = LAP_FRAMES / 4, 36.0
 """From one touch to the next; how far it rises."""
 ORBIT_FRAMES, ORBIT_RADIUS = LAP_FRAMES / 2, 22.0
+CYCLIC = ("bounce", "orbit")
+"""Motions that go in cycles in sight."""
+FIRST_PHASES, PHASE_SPREAD = (0.15, 0.65), 0.16
+"""About where in its cycle each object begins, as a free number: the first touches the ground after a third of a
+bounce; and how much of a cycle that varies by.
+"""
 PAN_WIDTH = 80.0
 """Distance from the centre at which a sound comes from one side alone but for `PAN_DEPTH`."""
 PAN_DEPTH = 0.9
@@ -178,6 +184,20 @@ def batch(scenes: Sequence[Scene], free: Tensor) -> Scenes:
     )
 
 
+def beginnings(scenes: Sequence[Scene], generator: torch.Generator) -> Tensor:
+    """Free numbers of clips of these scenes, `[B, 2, 2]`: any, but for those of objects that bounce or orbit.
+
+    Those begin at about one place of their cycle, the second object half a cycle after the first. Few steps begin with
+    the mean of all that a prompt may mean: among places in a row it is one of them, in a circle it would be none.
+    """
+    free = torch.rand(len(scenes), NUM_OBJECTS, 2, generator=generator)
+    for b, scene in enumerate(scenes):
+        for i, thing in enumerate(scene.things):
+            if MOTIONS[thing.motion] in CYCLIC:
+                free[b, i, 0] = FIRST_PHASES[i] + PHASE_SPREAD * (free[b, i, 0] - 0.5)
+    return free
+
+
 def random_scene(generator: torch.Generator) -> Scene:
     """Any scene of the world: half of them with two objects, a quarter without a tone."""
 
@@ -190,11 +210,6 @@ def random_scene(generator: torch.Generator) -> Scene:
     )
     pitch = pick(len(PITCHES))
     return Scene(things, pick(len(BACKGROUNDS)), pitch, pick(len(RHYTHMS)) if pitch else 0)
-
-
-def goes_in_cycles(scenes: Scenes) -> Tensor:
-    """Which objects bounce or orbit, `[B, 2]` bool."""
-    return (scenes.motion == MOTIONS.index("bounce")) | (scenes.motion == MOTIONS.index("orbit"))
 
 
 def on_lap(places: Tensor) -> Tensor:

@@ -19,14 +19,12 @@ from tools.train_tiny import training, transformer
 from tools.train_tiny.text_encoder import ATTRIBUTES
 from tools.train_tiny.training import generator
 from tools.train_tiny.transformer import (
-    DECIDING,
     FLOAT32_ISLANDS,
     Clips,
     Lesson,
     Segment,
     TinyDit,
     causal_segments,
-    decided,
     lesson,
     train_transformer,
     velocities,
@@ -162,7 +160,6 @@ def random_clips(what: Lesson, random: torch.Generator) -> Clips:
         torch.randn(1, NUM_TOKENS, 128, generator=random),
         torch.randn(1, 24, num_video_latents(what.num_frames), 6, 10, generator=random),
         torch.randn(1, 32, 2, num_audio_latents(what.num_frames), generator=random),
-        torch.randn(1, 6, generator=random),
     )
 
 
@@ -193,34 +190,6 @@ def test_a_chunk_learns_from_the_chunks_that_the_cache_would_hold() -> None:
     for n in noisy[:-1]:
         assert segments[n + 1].context == segments[n].context
         assert (segments[n + 1].times == context_timestep()).all()
-
-
-def test_the_noise_that_a_clip_begins_from_decides_how() -> None:
-    what = Lesson("causal", 39)
-    first, second = [], []
-    for number in range(20):
-        clips = random_clips(what, generator(number, "test"))
-        segments, noisy, targets = causal_segments(clips, what, generator(number, "noise"))
-        for index, found in ((0, first), (1, second)):
-            video, target, times = segments[noisy[index]].video, targets[index][0], segments[noisy[index]].times
-            noise = video - times[:, :1, None] * target  # x = (1 - sigma) x0 + sigma eps, and v = x0 - eps
-            means = noise[..., DECIDING].mean(1) * noise.shape[1] ** 0.5
-            decides = torch.isclose(means, clips.beginnings, atol=1e-3).all(1)
-            found += zip(times[:, 0].tolist(), decides.tolist(), strict=True)
-    assert {time for time, decides in first if decides} == {0.0} == {time for time, _ in first if time == 0.0}
-    assert all(decides == (time == 0.0) for time, decides in first)
-    assert not any(decides for _, decides in second)
-
-
-def test_noise_that_decides_is_normal_noise() -> None:
-    random = generator(4, "test")
-    before = torch.randn(500, 75, 96, generator=random)
-    noise = decided(before, torch.randn(500, 6, generator=random))
-    part = noise[..., DECIDING]
-    assert part.std().item() == pytest.approx(1.0, abs=0.01)
-    assert part.mean(1).std().item() == pytest.approx(75**-0.5, abs=0.004)
-    rest = [i for i in range(96) if i not in range(96)[DECIDING]]
-    assert torch.equal(noise[..., rest], before[..., rest])
 
 
 def test_a_first_chunk_is_learnt_most_at_the_levels_of_the_first_steps() -> None:

@@ -5,11 +5,15 @@ import itertools
 import torch
 
 from tools.train_tiny.picture import EDGE
+from tools.train_tiny.training import generator
 from tools.train_tiny.world import (
     BOUNCE_FRAMES,
+    CYCLIC,
+    FIRST_PHASES,
     GROUND,
     HEIGHT,
     MOTIONS,
+    PHASE_SPREAD,
     RADII,
     SPEED_X,
     SPEED_Y,
@@ -19,6 +23,7 @@ from tools.train_tiny.world import (
     Thing,
     audibility,
     batch,
+    beginnings,
     click_amplitudes,
     gains,
     pan,
@@ -113,3 +118,19 @@ def test_about_one_scene_in_six_is_held_out() -> None:
     generator = torch.Generator().manual_seed(0)
     share = sum(random_scene(generator).is_held_out for _ in range(3000)) / 3000
     assert abs(share - 1 / 6) < 0.02
+
+
+def test_what_goes_in_cycles_begins_at_about_one_place_of_them_and_all_else_anywhere() -> None:
+    random = generator(0, "test")
+    scenes = [random_scene(random) for _ in range(2000)]
+    free = beginnings(scenes, random)
+    kept = [(i, thing, free[b, i]) for b, scene in enumerate(scenes) for i, thing in enumerate(scene.things)]
+    for i, middle in enumerate(FIRST_PHASES):
+        cyclic = torch.stack([f for n, thing, f in kept if n == i and MOTIONS[thing.motion] in CYCLIC])
+        assert (cyclic[:, 0] - middle).abs().max() <= PHASE_SPREAD / 2
+        assert cyclic[:, 0].std() > 0.25 * PHASE_SPREAD
+        assert cyclic[:, 1].std() > 0.25
+        turns = 2 * torch.pi * cyclic[:, 0]
+        assert torch.hypot(turns.cos().mean(), turns.sin().mean()) > 0.9  # their mean is nearly one of them
+        others = torch.stack([f for n, thing, f in kept if n == i and MOTIONS[thing.motion] not in CYCLIC])
+        assert (others.std(0) > 0.25).all()
