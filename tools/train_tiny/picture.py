@@ -1,6 +1,7 @@
 """What the world looks like: every frame of a scene as pixels, exactly.
 
-An object is the inside of a signed distance, its edge `EDGE` pixels soft; the first object lies in front of the second.
+An object is the inside of a signed distance, its edge `EDGE` pixels soft and without a corner; the first object lies in
+front of the second.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from tools.train_tiny.world import BACKDROPS, HEIGHT, HORIZON, RADII, RGB, SHAPES, WIDTH, Scenes, positions
 
-EDGE = 4.0
-"""Width of an object's edge, pixels: what the video decoder can still draw where an edge crosses a latent."""
+EDGE = 7.0
+"""Width of an object's edge, pixels: what the video decoder can still draw where an edge crosses a latent. Half of the
+change lies within a third of it.
+"""
 _SQUARE, _TRIANGLE, _STAR_OUTER, _STAR_INNER = 0.88, 1.25, 1.3, 0.58
 """Half a side, and distances of the corners, in radii: shapes of one size cover about the same area."""
 
@@ -55,7 +58,8 @@ def _polygon_distance(points: list[tuple[float, float]], x: Tensor, y: Tensor) -
 
 def coverage(shape: int, x: Tensor, y: Tensor, radius: Tensor | float) -> Tensor:
     """How much of a pixel at (x, y) from the centre a shape covers, in [0, 1]."""
-    return (0.5 - signed_distance(shape, x, y, radius) / EDGE).clamp(0.0, 1.0)
+    inside = (0.5 - signed_distance(shape, x, y, radius) / EDGE).clamp(0.0, 1.0)
+    return inside.square() * (3.0 - 2.0 * inside)
 
 
 def pixel_centres() -> tuple[Tensor, Tensor]:

@@ -58,12 +58,12 @@ CONFIG = {
 }
 """What differs from the published configuration, which is the class's default (docs/reference/h3-model.md §2.1)."""
 HIDDEN, NUM_HEADS, HEAD_DIM = 256, 2, 128
-NUM_TEXT_STEPS, NUM_STEPS = 300, 3000
+NUM_TEXT_STEPS, NUM_STEPS = 300, 3200
 _TEXTS = 128
 """Prompts of a step that teaches text rows."""
 RANK = 10
 """Of the adapter; equals its alpha, as published."""
-VIDEO_SHIFT, AUDIO_SHIFT = 2.0, 3.0
+VIDEO_SHIFT, AUDIO_SHIFT = 1.0, 2.0
 """Of the noise levels. A chunk has 75 rows of video here, and thousands on the canvases of the published model, whose
 shift is 12: noise of one level leaves less to be seen of few rows, and what a first step decided would be forgotten.
 """

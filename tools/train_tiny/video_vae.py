@@ -1,8 +1,8 @@
 """`vae/`: the video autoencoder of the published class. Its decoder is trained to draw what `video_latents` tells.
 
 It begins with what a formula gives: heads that fetch what each kind of latent tells about the same moment, and patches
-of pixels that are the principal components of how outlines cross a latent. Then it learns to draw single latents, given
-what the heads should fetch, where an object is near: most latents show the background alone. At last it learns whole
+of pixels that are the principal components of how outlines cross a latent. Then it learns to draw single latents from
+what these heads fetch, where an object is near: most latents show the background alone. At last it learns whole
 windows, heads included, with errors such as the DiT makes.
 """
 
@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3
 from torch import Tensor, nn
 
-from core.geometry import FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, VIDEO_LATENT_CHANNELS
+from core.geometry import FRAMES_PER_CHUNK, VIDEO_LATENT_CHANNELS
 from services.vae.video_stream import PIXEL_MEAN, PIXEL_STD, WINDOW_LATENTS
 from tools.train_tiny.picture import backdrops, coverage, pixel_centres
 from tools.train_tiny.training import Stateful, WeightAverage, generator, learning_rate, optimisers, run_steps, update
@@ -44,10 +44,10 @@ from tools.train_tiny.world import (
     random_scene,
 )
 
-DRAWING_STEPS, WINDOW_STEPS = 8000, 4500
+DRAWING_STEPS, WINDOW_STEPS = 6500, 3000
 """Steps on single latents and on whole windows."""
-_SCENES, _NEAR_LATENTS = 64, 24
-"""Scenes of a drawing step, each at one moment, and latents of each: those nearest to its objects."""
+_DRAWN_WINDOWS, _NEAR_LATENTS = 16, 14
+"""Windows of a drawing step, and latents of each moment of one: mostly those near its objects."""
 _WINDOWS = 6
 """Windows of a step."""
 _SHOWN = (*range(3, 20), *range(23, 28))
@@ -178,8 +178,8 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
     mean, std = torch.tensor(PIXEL_MEAN), torch.tensor(PIXEL_STD)
 
     def drawing_loss(random: torch.Generator) -> Tensor:
-        given, fetched, target = random_cells(stencils, random)
-        drawn = draw(decoder, given, fetched).float().unflatten(-1, (3, -1))
+        given, chosen, target = random_cells(stencils, random)
+        drawn = draw(decoder, given, chosen).float().unflatten(-1, (3, -1))
         error = (drawn - (target - mean[:, None]) / std[:, None]).unflatten(-1, (BLOCK_FRAMES, -1))
         loss: Tensor = error.square().mean() + _CHANGE * error.diff(dim=-2).square().mean()
         return loss
@@ -194,10 +194,7 @@ def train_video_vae(directory: Path, work: Path, seed: int) -> None:
         loss: Tensor = error.square().mean() + _CHANGE * change.square().mean()
         return loss
 
-    # What the heads read must still be there when they are trained.
-    decoder.proj_in.requires_grad_(False)
     _train("video VAE, latents", decoder, DRAWING_STEPS, 1.0, drawing_loss, seed, work / "video_vae_latents.pt")
-    decoder.proj_in.requires_grad_(True)
     _train("video VAE, windows", decoder, WINDOW_STEPS, 0.4, window_loss, seed, work / "video_vae_windows.pt")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)  # as small as it may be; loaders widen what they must
@@ -229,42 +226,52 @@ def _train(
 
 
 def random_cells(stencils: Stencils, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Single latents near objects with errors: `[N, 24]`, what the heads should fetch for each `[N, 4, 13]`,
-    and the pixels `[N, 3, 1024]` in [0, 1].
+    """Windows with errors `[B, 24, 7, 6, 10]`, which of a moment's latents are drawn `[B, 7, n]`, most of them near
+    objects, and the pixels of those `[B * 7 * n, 3, 1024]` in [0, 1].
     """
-    scenes = _random_batch(_SCENES, random)
-    moment = torch.randint(len(_MOMENTS), (_SCENES,), generator=random)
-    frames = _MOMENTS[moment][:, None]  # [B, 1, 4]
-    given = latents(scenes, frames)[:, :, 0]  # [B, 24, 6, 10]
-    told = torch.stack([given[:, TOLD, row, column] for row, column in CORNERS], 1)  # [B, 4, 13]
-    size = 0.04 * torch.rand(_SCENES, 1, 1, generator=random)
-    told = told + 0.3 * size * torch.randn(told.shape, generator=random)
-    # The nearest latents, and some of the others: the farther the less often.
+    scenes, frames = random_windows(_DRAWN_WINDOWS, random)
     x, y = latent_centres()
-    at = positions(scenes, frames.flatten(1)).mean(2)  # [B, 2, 2]
-    apart = torch.hypot(at[..., 0, None, None] - x, at[..., 1, None, None] - y[:, None])  # [B, 2, 6, 10]
-    apart = (apart - scenes.radius[..., None, None]).masked_fill(~scenes.present[..., None, None], 1e3).amin(1)
-    chance = torch.exp(-apart.clamp(min=0.0) / 16.0).flatten(1) + 0.02
-    chosen = torch.multinomial(chance.float(), _NEAR_LATENTS, generator=random)  # [B, n]
-    cells = given.flatten(2).transpose(1, 2).gather(1, chosen[..., None].expand(-1, -1, VIDEO_LATENT_CHANNELS))
-    cells = cells + size * torch.randn(cells.shape, generator=random)
-    cells[..., :3] += _SEEN_ERROR * torch.randn(*cells.shape[:2], 3, generator=random)
-    target = stencils.paint_cells(scenes, frames[:, 0], x[chosen % COLUMNS], y[chosen // COLUMNS])
-    return cells.flatten(0, 1), told[:, None].expand(-1, _NEAR_LATENTS, -1, -1).flatten(0, 1), target.flatten(0, 1)
+    at = positions(scenes, frames.flatten(1)).unflatten(2, (-1, BLOCK_FRAMES)).mean(3)  # [B, 2, 7, 2]
+    apart = torch.hypot(at[..., 0, None, None] - x, at[..., 1, None, None] - y[:, None])  # [B, 2, 7, 6, 10]
+    apart = apart - scenes.radius[:, :, None, None, None]
+    apart = apart.masked_fill(~scenes.present[:, :, None, None, None], 1e3).amin(1)
+    chance = (torch.exp(-apart.clamp(min=0.0) / 16.0) + 0.02).flatten(0, 1).flatten(1)  # [B * 7, 60]
+    chosen = torch.multinomial(chance.float(), _NEAR_LATENTS, generator=random)
+    moments = scenes.repeated(WINDOW_LATENTS)
+    target = stencils.paint_cells(moments, frames.flatten(0, 1), x[chosen % COLUMNS], y[chosen // COLUMNS])
+    given = noisy(latents(scenes, frames), random)
+    return given, chosen.unflatten(0, (-1, WINDOW_LATENTS)), target.flatten(0, 1)
 
 
-_MOMENTS = block_frames(LATENTS_PER_CHUNK * (MAX_FRAMES // FRAMES_PER_CHUNK))
-"""Frames of every latent of the longest clip, `[T, 4]`."""
+def draw(decoder: Any, given: Tensor, chosen: Tensor) -> Tensor:
+    """Patches `[B * 7 * n, 3 * 1024]` of some latents `[B, 7, n]` of each moment of windows `[B, 24, 7, 6, 10]`: what
+    the whole decoder gives while no block but the first looks around.
+    """
+    block = decoder.transformer_blocks[0]
+    rows: list[Tensor] = []
 
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows.append(inputs[0])
+        raise _Fetched
 
-def draw(decoder: Any, given: Tensor, fetched: Tensor) -> Tensor:
-    """Patches `[N, 3 * 1024]` of single latents, with `fetched` `[N, 4, 13]` in place of what the heads find."""
-    rows = decoder.proj_in(given)
-    rows = torch.cat((rows[:, :_FETCHED], rows[:, _FETCHED:_CONSTANT] + fetched.flatten(1), rows[:, _CONSTANT:]), 1)
+    hook = block.norm2.register_forward_pre_hook(keep)
+    try:
+        with torch.no_grad():
+            decoder(given)
+    except _Fetched:
+        pass
+    finally:
+        hook.remove()
+    every = rows[0][:, : given[0, 0].numel()].unflatten(1, (WINDOW_LATENTS, -1))  # [B, 7, 60, width]
+    kept = every.gather(2, chosen[..., None].expand(-1, -1, -1, every.shape[-1])).flatten(0, 2)
     for block in decoder.transformer_blocks:
-        rows = rows + block.ff(block.norm2(rows)) * block.scale2
-    out: Tensor = decoder.proj_out(decoder.norm_out(rows))
+        kept = kept + block.ff(block.norm2(kept)) * block.scale2
+    out: Tensor = decoder.proj_out(decoder.norm_out(kept))
     return out
+
+
+class _Fetched(Exception):
+    """The first block's heads have done their work: the rest of a window is not drawn."""
 
 
 def initial_model(seed: int) -> AutoencoderKLMiniMaxH3:
@@ -313,11 +320,18 @@ def _blocks(decoder: Any, random: torch.Generator) -> None:
 def _fetching_heads(decoder: Any) -> None:
     """Lets four of the first block's heads fetch what each kind of latent tells: the mean over the latents of that kind
     at the same moment.
+
+    Queries and keys have one length, so a head also sees a little of the other kinds. How much is known: it is taken
+    away again.
     """
     attn = decoder.transformer_blocks[0].attn
     width = decoder.proj_in.out_features
     dim = width // attn.heads
     rms = _usual_rms(width)
+    # Of four equal parts of a query, one is off in a latent whose row or column is of the other kind.
+    seen = 1.0 / (1.0 + math.exp(0.5 * math.sqrt(dim)))
+    one = torch.tensor([[1.0 - seen, seen], [seen, 1.0 - seen]])
+    apart = torch.linalg.inv(torch.kron(one, one))
     for kind, (row, column) in enumerate(CORNERS):
         first = kind * dim
         for projection in (attn.to_q, attn.to_k):
@@ -329,7 +343,9 @@ def _fetching_heads(decoder: Any) -> None:
         attn.to_v.weight[first : first + dim] = 0.0
         attn.to_v.weight[first : first + _NUM_TOLD, TOLD] = torch.eye(_NUM_TOLD)
         place = _FETCHED + _NUM_TOLD * kind
-        attn.to_out[0].weight[place : place + _NUM_TOLD, first : first + _NUM_TOLD] = rms * torch.eye(_NUM_TOLD)
+        for other in range(len(CORNERS)):
+            source = slice(other * dim, other * dim + _NUM_TOLD)
+            attn.to_out[0].weight[place : place + _NUM_TOLD, source] = apart[kind, other] * rms * torch.eye(_NUM_TOLD)
 
 
 def _usual_rms(width: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -163,6 +163,10 @@ class Scenes:
 
     def __len__(self) -> int:
         return len(self.background)
+
+    def repeated(self, count: int) -> Scenes:
+        """Every scene `count` times in a row."""
+        return Scenes(**{field.name: getattr(self, field.name).repeat_interleave(count, 0) for field in fields(self)})
 
 
 def batch(scenes: Sequence[Scene], free: Tensor) -> Scenes:

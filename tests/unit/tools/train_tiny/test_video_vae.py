@@ -53,23 +53,23 @@ def test_the_heads_fetch_what_each_kind_of_latent_tells_at_the_same_moment(model
     found = fetched[0][:, : 7 * 60, 24:76].unflatten(1, (7, 6, 10)).unflatten(-1, (4, 13))
     for kind, (row, column) in enumerate(CORNERS):
         told = given[:, TOLD, :, row, column].transpose(1, 2)[:, :, None, None]
-        assert (found[..., kind, :] - told).abs().mean() < 0.15 * told.abs().mean() + 0.04
+        assert (found[..., kind, :] - told).abs().mean() < 0.1 * told.abs().mean() + 0.02
 
 
 @torch.no_grad()
-def test_a_latent_is_drawn_alone_as_in_its_window(model: Any) -> None:
-    scenes, frames = random_windows(1, generator(3, "test"))
+def test_latents_are_drawn_as_in_their_windows(model: Any) -> None:
+    scenes, frames = random_windows(2, generator(3, "test"))
     given = latents(scenes, frames)
-    told = torch.stack([given[0, TOLD, 3, row, column] for row, column in CORNERS])[None]
-    alone = draw(model.decoder, given[0, :, 3].flatten(1).T, told.expand(60, -1, -1))
-    window = model.decoder(given)[0, :, 12:16].unflatten(2, (6, 16)).unflatten(4, (10, 16))
-    window = window.permute(2, 4, 0, 1, 3, 5).flatten(2).flatten(0, 1)
-    # The heads fetch a little of the neighbours in time too, which the last steps of training take care of.
-    assert (alone - window).square().mean() < 0.1 * window.var()
+    chosen = torch.tensor([0, 23, 59]).expand(2, 7, 3)
+    alone = draw(model.decoder, given, chosen).unflatten(0, (2, 7, 3)).unflatten(-1, (3, 4, 16, 16))
+    window = model.decoder(given).unflatten(2, (7, 4)).unflatten(4, (6, 16)).unflatten(6, (10, 16))
+    for n, (row, column) in enumerate(((0, 0), (2, 3), (5, 9))):
+        expected = window[:, :, :, :, row, :, column].transpose(1, 2)  # [B, 7, 3, 4, 16, 16]
+        assert torch.allclose(alone[:, :, n], expected, atol=1e-4)
 
 
 def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("DRAWING_STEPS", 3), ("WINDOW_STEPS", 2), ("_SCENES", 4), ("_WINDOWS", 1)):
+    for name, value in (("DRAWING_STEPS", 3), ("WINDOW_STEPS", 2), ("_DRAWN_WINDOWS", 1), ("_WINDOWS", 1)):
         monkeypatch.setattr(video_vae, name, value)
     train_video_vae(tmp_path / "whole", tmp_path / "work", 0)
 
@@ -91,8 +91,9 @@ def test_a_stopped_run_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pyt
 
 
 def test_random_latents_lie_mostly_near_objects(stencils: Stencils) -> None:
-    given, fetched, target = random_cells(stencils, generator(4, "test"))
-    assert given.shape == (1536, 24)
-    assert fetched.shape == (1536, 4, 13)
+    given, chosen, target = random_cells(stencils, generator(4, "test"))
+    assert given.shape == (16, 24, 7, 6, 10)
+    assert chosen.shape == (16, 7, 14)
+    assert target.shape == (16 * 7 * 14, 3, 1024)
     crossed = target.flatten(1).std(1) > 0.05
     assert crossed.float().mean() > 0.3
