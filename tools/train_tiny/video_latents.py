@@ -35,6 +35,7 @@ from core.geometry import (
 from tools.train_tiny.picture import backdrops, coverage
 from tools.train_tiny.world import (
     BOUNCE_FRAMES,
+    CYCLIC,
     HEIGHT,
     LAP_FRAMES,
     LAP_X,
@@ -155,7 +156,7 @@ def phases(scenes: Scenes, at: Tensor, frames: Tensor) -> Tensor:
     period = torch.where(motion == MOTIONS.index("bounce"), BOUNCE_FRAMES, ORBIT_FRAMES)
     sideways = (motion == MOTIONS.index("right")) | (motion == MOTIONS.index("left"))
     along = torch.where(sideways, at[..., 0] / LAP_X, at[..., 1] / LAP_Y)
-    repeats = (motion == MOTIONS.index("bounce")) | (motion == MOTIONS.index("orbit"))
+    repeats = torch.isin(motion, torch.tensor([MOTIONS.index(name) for name in CYCLIC]))
     turns = torch.where(repeats, t / period + scenes.free[:, :, 0, None] - 0.5, along)
     return _circle(turns) * (motion != MOTIONS.index("still"))[..., None]
 
