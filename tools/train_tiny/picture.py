@@ -58,8 +58,15 @@ def _polygon_distance(points: list[tuple[float, float]], x: Tensor, y: Tensor) -
 
 def coverage(shape: int, x: Tensor, y: Tensor, radius: Tensor | float) -> Tensor:
     """How much of a pixel at (x, y) from the centre a shape covers, in [0, 1]."""
-    inside = (0.5 - signed_distance(shape, x, y, radius) / EDGE).clamp(0.0, 1.0)
-    return inside.square() * (3.0 - 2.0 * inside)
+    return edge_profile(signed_distance(shape, x, y, radius))[0]
+
+
+def edge_profile(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of a pixel at a signed distance from an outline is covered, in [0, 1], and by how much less for every
+    pixel further out.
+    """
+    inside = (0.5 - distance / EDGE).clamp(0.0, 1.0)
+    return inside.square() * (3.0 - 2.0 * inside), 6.0 / EDGE * inside * (1.0 - inside)
 
 
 def pixel_centres() -> tuple[Tensor, Tensor]:

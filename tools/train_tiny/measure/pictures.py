@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tools.train_tiny.measure.motions import OUTLIER, UNREADABLE, best_fit
 from tools.train_tiny.measure.templates import APPEARANCES, REACH, area, distances, find, reach
-from tools.train_tiny.picture import backdrops, pixel_centres
+from tools.train_tiny.picture import backdrops, edge_profile, pixel_centres
 from tools.train_tiny.world import HEIGHT, RGB, WIDTH, Thing
 
-EDGE = 3.0
-"""Width of an object's edge in decoded frames, pixels."""
 _SAMPLED = 24
 """Frames in which colours are looked for."""
 _CANDIDATES, _LOOKS = 48, 12
@@ -304,9 +302,8 @@ def _canvas(num_frames: int) -> tuple[Tensor, Tensor]:
 def _cover(outline: _Outline, track: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """What an object covers, `[F, H, W]`, and how that changes as it moves in x and y, `[F, 2, H, W]`."""
     table = distances(outline.shape, outline.size, x - track[:, :1], y - track[:, 1:])
-    cover = 0.5 - table[:, 0] / EDGE
-    is_edge = (cover > 0) & (cover < 1)
-    return cover.clamp(0.0, 1.0), table[:, 1:] / EDGE * is_edge[:, None]
+    cover, steepness = edge_profile(table[:, 0])
+    return cover, table[:, 1:] * steepness[:, None]
 
 
 def _refined(index: int, outlines: list[_Outline], pixels: Tensor, backdrop: Tensor) -> SeenThing:
